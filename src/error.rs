@@ -1,0 +1,194 @@
+//! The final word: exit codes, and the error that carries one.
+//!
+//! In: an error of a layer (driver, store, plan, manifest, codec, config). Out: a [`Failure`], which says what a script
+//! should do ([`ExitCode`]), where it happened ([`Phase`]), why (the cause chain), and what was looked up about the target afterwards.
+//! The layers keep their own enums; only the two stories and the command line make a `Failure`.
+
+use std::fmt;
+
+use serde::Serialize;
+
+/// Exit codes of every command. The numbers are a contract with schedulers' scripts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum ExitCode {
+    /// Done as asked.
+    Ok = 0,
+    /// Usage or configuration error; nothing was touched.
+    Config = 2,
+    /// Preflight refused: something needed is absent; nothing was touched.
+    Preflight = 3,
+    /// The job or the target belongs to someone else.
+    NotOurs = 4,
+    /// Does not fit the notice; refused, the target runs.
+    DoesNotFit = 5,
+    /// Nothing to restore: proved that there is no image, or the job finished.
+    NothingToRestore = 6,
+    /// Nothing to save: the target ended by itself, or is already suspended under a committed image.
+    NothingToSave = 7,
+    /// Failed before BEGIN, or the job was given back: the target runs (looked up).
+    RolledBack = 10,
+    /// Failed after BEGIN, nothing preserved; the target's state is said exactly.
+    Lost = 12,
+    /// The commit's outcome is unknown: the store cannot be reached.
+    CommitUnknown = 13,
+    /// Committed, but the target is not as asked.
+    CommittedTargetAstray = 14,
+    /// Another writer took the job after BEGIN.
+    Fenced = 15,
+    /// Restore refused before the driver was touched.
+    RestoreRefused = 20,
+    /// Restore failed after the driver was touched: end the target and restore again.
+    RestoreFailed = 21,
+}
+
+impl ExitCode {
+    /// Every code, in ascending order, for documentation and tests.
+    pub const ALL: &'static [ExitCode] = &[
+        ExitCode::Ok,
+        ExitCode::Config,
+        ExitCode::Preflight,
+        ExitCode::NotOurs,
+        ExitCode::DoesNotFit,
+        ExitCode::NothingToRestore,
+        ExitCode::NothingToSave,
+        ExitCode::RolledBack,
+        ExitCode::Lost,
+        ExitCode::CommitUnknown,
+        ExitCode::CommittedTargetAstray,
+        ExitCode::Fenced,
+        ExitCode::RestoreRefused,
+        ExitCode::RestoreFailed,
+    ];
+
+    /// The process exit status.
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// What a script does next, as the JSON result's `next` says it.
+    pub fn next(self) -> &'static str {
+        match self {
+            ExitCode::Ok | ExitCode::NothingToRestore | ExitCode::NothingToSave | ExitCode::DoesNotFit => "none",
+            ExitCode::Config | ExitCode::Preflight => "fix-config",
+            ExitCode::NotOurs | ExitCode::Fenced => "none",
+            ExitCode::RolledBack => "retry",
+            ExitCode::Lost | ExitCode::CommitUnknown => "human",
+            ExitCode::CommittedTargetAstray => "end-process",
+            ExitCode::RestoreRefused => "human",
+            ExitCode::RestoreFailed => "restore",
+        }
+    }
+}
+
+/// Where in the life of a save or a restore something happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Phase {
+    /// Flags, configuration, and everything else before the store or the driver is asked.
+    Config,
+    /// Everything that can fail or take time while the target still runs.
+    Prepare,
+    /// The driver's lock.
+    Lock,
+    /// The driver's checkpoint call, up to its return.
+    Begin,
+    /// Chunks flow from the GPUs to the store.
+    Stream,
+    /// Uploads are completed and looked at.
+    Land,
+    /// Frame tables, manifest and the log entry.
+    Commit,
+    /// `cuCheckpointOperationComplete` and the look at the state after it.
+    Complete,
+    /// An image is read and checked; the driver is not touched yet.
+    Read,
+    /// The driver was asked to restore; chunks flow to the GPUs.
+    Restore,
+    /// The driver's unlock.
+    Unlock,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Phase::Config => "config",
+            Phase::Prepare => "prepare",
+            Phase::Lock => "lock",
+            Phase::Begin => "begin",
+            Phase::Stream => "stream",
+            Phase::Land => "land",
+            Phase::Commit => "commit",
+            Phase::Complete => "complete",
+            Phase::Read => "read",
+            Phase::Restore => "restore",
+            Phase::Unlock => "unlock",
+        })
+    }
+}
+
+/// A target process as it was looked up after the fact.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TargetState {
+    /// Process id in our pid namespace.
+    pub pid: u32,
+    /// `running`, `locked`, `checkpointing`, `checkpointed`, `restoring`, `failed`, `gone` or `unknown`.
+    pub state: String,
+}
+
+/// A command that did not do what was asked, with everything that is known about it.
+#[derive(Debug)]
+pub struct Failure {
+    /// What a script should conclude.
+    pub code: ExitCode,
+    /// Where it happened.
+    pub phase: Phase,
+    /// Why: the first error; its sources are the cause chain.
+    pub cause: Box<dyn std::error::Error + Send + Sync + 'static>,
+    /// Targets as looked up after the failure; empty when none was touched.
+    pub targets: Vec<TargetState>,
+    /// Clean-up that failed too. Never in place of the cause.
+    pub attached: Vec<String>,
+}
+
+impl Failure {
+    /// A failure with this code in this phase, nothing known about targets yet.
+    pub fn new(
+        code: ExitCode,
+        phase: Phase,
+        cause: impl Into<Box<dyn std::error::Error + Send + Sync + 'static>>,
+    ) -> Self {
+        Self {
+            code,
+            phase,
+            cause: cause.into(),
+            targets: Vec::new(),
+            attached: Vec::new(),
+        }
+    }
+
+    /// The cause and its sources, outermost first.
+    pub fn cause_chain(&self) -> Vec<String> {
+        let mut chain = vec![self.cause.to_string()];
+        let mut next = self.cause.source();
+        while let Some(error) = next {
+            chain.push(error.to_string());
+            next = error.source();
+        }
+        chain
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} failed (exit {})", self.phase, self.code.code())
+    }
+}
+
+impl std::error::Error for Failure {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(self.cause.as_ref())
+    }
+}

@@ -1,0 +1,98 @@
+//! Counters that the pipeline writes and the command line reads.
+//!
+//! In: bytes as they pass each stage. Out: the same numbers, to whoever draws a bar or prints a line. Nothing here can fail,
+//! and nothing here waits: a meter that nobody reads costs one relaxed addition per chunk.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::Phase;
+
+/// Progress of one GPU's extent. All values in bytes of the raw extent, except `stored`.
+#[derive(Debug, Default)]
+pub struct LaneMeter {
+    /// What to call it: `GPU 0` and the like.
+    pub label: String,
+    /// Raw bytes that this lane has to move.
+    pub total: u64,
+    /// Save: copied off the GPU. Restore: fetched from the store.
+    pub first: AtomicU64,
+    /// Save: compressed. Restore: decompressed and verified.
+    pub second: AtomicU64,
+    /// Save: landed in the store (parts acknowledged). Restore: copied onto the GPU.
+    pub third: AtomicU64,
+    /// Compressed bytes acknowledged by (save) or received from (restore) the store.
+    pub stored: AtomicU64,
+}
+
+impl LaneMeter {
+    /// A meter for one lane of `total` raw bytes.
+    pub fn new(label: impl Into<String>, total: u64) -> Arc<Self> {
+        Arc::new(Self {
+            label: label.into(),
+            total,
+            ..Self::default()
+        })
+    }
+}
+
+/// Progress of a whole save or restore.
+#[derive(Debug, Default)]
+pub struct Meter {
+    state: Mutex<MeterState>,
+    /// Parts on their way to the store, or ranges on their way from it, at this moment.
+    pub in_flight: AtomicU32,
+    /// Requests that were tried again since the start.
+    pub retries: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct MeterState {
+    phase: Option<Phase>,
+    lanes: Vec<Arc<LaneMeter>>,
+}
+
+/// One look at a [`Meter`].
+#[derive(Debug, Clone)]
+pub struct MeterView {
+    /// The phase under way; `None` before the first.
+    pub phase: Option<Phase>,
+    /// The lanes, in the order they were announced.
+    pub lanes: Vec<Arc<LaneMeter>>,
+    /// Requests on the wire.
+    pub in_flight: u32,
+    /// Requests tried again.
+    pub retries: u64,
+}
+
+impl Meter {
+    /// A meter with no lanes yet.
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Announces the phase that begins now.
+    pub fn enter(&self, phase: Phase) {
+        self.lock().phase = Some(phase);
+    }
+
+    /// Announces the lanes of the transfer that begins now, in place of any before.
+    pub fn announce(&self, lanes: Vec<Arc<LaneMeter>>) {
+        self.lock().lanes = lanes;
+    }
+
+    /// What the meter says now.
+    pub fn view(&self) -> MeterView {
+        let state = self.lock();
+        MeterView {
+            phase: state.phase,
+            lanes: state.lanes.clone(),
+            in_flight: self.in_flight.load(Ordering::Relaxed),
+            retries: self.retries.load(Ordering::Relaxed),
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, MeterState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

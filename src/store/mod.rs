@@ -1,0 +1,227 @@
+//! Where images are kept: the contract that every store honours, whoever makes it.
+//!
+//! In: keys and bytes. Out: bytes, and receipts for what was stored. What can fail: [`StoreError`], sorted by what the caller does about
+//! it. The retry decorator ([`retry::Retrying`]) is the only place that tries again; an implementation answers once.
+
+pub mod memory;
+pub mod retry;
+pub mod s3;
+
+use std::fmt;
+use std::ops::Range;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+
+/// A key relative to the store's prefix, for instance `job/log/00000001.json`. Never starts with `/`, has no `.` or `..` segment.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key(String);
+
+/// Number of a multipart part, 1 to 10,000.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PartNumber(u16);
+
+/// The store's name for one multipart upload.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct UploadId(pub String);
+
+/// One part, as a list of buffers that are sent one after the other, never joined. Kept until the store has acknowledged it.
+#[derive(Debug, Clone)]
+pub struct PartBody {
+    /// The bytes, in order.
+    pub pieces: Vec<Bytes>,
+    /// Sum of the pieces' lengths, in bytes.
+    pub len: u64,
+    /// CRC64NVME over all of them.
+    pub crc64: u64,
+}
+
+/// What the store gave for a part; completing the upload needs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PartReceipt {
+    /// Which part.
+    pub number: PartNumber,
+    /// The store's tag for it, verbatim.
+    pub etag: String,
+    /// Length of the part in bytes.
+    pub len: u64,
+    /// CRC64NVME that we sent with it.
+    pub crc64: u64,
+}
+
+/// What a store says about an object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectInfo {
+    /// Length in bytes.
+    pub len: u64,
+    /// The store's tag, verbatim, when it gives one.
+    pub etag: Option<String>,
+    /// CRC64NVME over the full object, when the store keeps one. Absent is neither a failure nor a proof.
+    pub crc64: Option<u64>,
+    /// Age by the store's own clock (`Date` minus `Last-Modified` of one answer), when it gives both.
+    pub age: Option<Duration>,
+}
+
+/// Outcome of a conditional write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PutOutcome {
+    /// The object was created by this call.
+    Created,
+    /// An object stood there already; it is unchanged.
+    AlreadyExists,
+}
+
+/// One listed object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Key relative to the store's prefix.
+    pub key: Key,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// Why a store call failed, sorted by what the caller does about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The object, bucket or upload is not there.
+    #[error("{operation} {key}: not found")]
+    NotFound {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+    },
+    /// The store refused; asking again gives the same answer.
+    #[error("{operation} {key}: refused by the store: {code}{advice}")]
+    Refused {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+        /// The store's own code and message.
+        code: String,
+        /// Empty, or `; ` and the flag or key that helps.
+        advice: String,
+    },
+    /// The store asks for fewer requests.
+    #[error("{operation} {key}: the store asks to slow down ({code})")]
+    SlowDown {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+        /// The store's own code.
+        code: String,
+    },
+    /// A passing fault: connection, timeout, 5xx, a cut body. Asking again may help. Whether a write took effect is not known.
+    #[error("{operation} {key}: {what}")]
+    Transient {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+        /// What was seen.
+        what: String,
+        /// The transport's error, when there is one.
+        #[source]
+        source: Option<Box<dyn std::error::Error + Send + Sync + 'static>>,
+    },
+    /// What came back is not what was stored: other length, other tag, other checksum.
+    #[error("{operation} {key}: {what}")]
+    Mismatch {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+        /// What differs.
+        what: String,
+    },
+    /// The retry budget is spent.
+    #[error("{operation} {key}: gave up after {attempts} attempts in {elapsed:.1?} (store.retry_timeout = {limit:?})")]
+    GaveUp {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+        /// Attempts made.
+        attempts: u32,
+        /// Time since the first.
+        elapsed: Duration,
+        /// The limit that ended it.
+        limit: Duration,
+        /// The last attempt's error.
+        #[source]
+        source: Box<StoreError>,
+    },
+    /// The caller cancelled.
+    #[error("{operation} {key}: cancelled")]
+    Cancelled {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Full key.
+        key: String,
+    },
+}
+
+/// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
+/// have taken effect, exactly like [`StoreError::Transient`].
+pub trait Store: fmt::Debug + Send + Sync + 'static {
+    /// Opens a multipart upload under a key that nobody has used before. Nothing is visible under the key until it is completed.
+    fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>>;
+
+    /// Sends one part. Parts may come in any order; sending a number again replaces it. The store checks the checksum.
+    fn put_part<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+        number: PartNumber,
+        body: PartBody,
+    ) -> BoxFuture<'a, Result<PartReceipt, StoreError>>;
+
+    /// Completes an upload: atomically, the object of `len` bytes appears under the key. `crc64` covers the whole object.
+    /// `parts` are in ascending order. Completing twice may answer [`StoreError::NotFound`]: look ([`Store::head`]) before deciding.
+    fn complete_upload<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+        parts: &'a [PartReceipt],
+        len: u64,
+        crc64: u64,
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// Gives an upload up. One that is gone already is a success.
+    fn abort_upload<'a>(&'a self, key: &'a Key, upload: &'a UploadId) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// Creates an object unless one stands there (`If-None-Match: *`). Atomic.
+    fn put_if_absent<'a>(&'a self, key: &'a Key, body: Bytes) -> BoxFuture<'a, Result<PutOutcome, StoreError>>;
+
+    /// A whole small object, or `None`. Longer than `len_max` bytes: [`StoreError::Mismatch`], and no more than that is read.
+    fn get<'a>(&'a self, key: &'a Key, len_max: usize) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
+
+    /// Reads exactly `range` of the object into `out` (`out.len()` = the range's length, in bytes). With `if_match`, only while the object
+    /// still has that tag. A short or long body, or another tag, is an error; `out` then holds garbage.
+    fn get_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: Range<u64>,
+        if_match: Option<&'a str>,
+        out: &'a mut [u8],
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// What the store says about an object, or `None`.
+    fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>>;
+
+    /// All objects whose key starts with `prefix`, in key order. For people and clean-up: no decision rests on a listing.
+    fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>>;
+
+    /// Names directly under `prefix` (which ends in `/` or is empty), up to the next `/`, in order: the jobs of a store.
+    fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>>;
+
+    /// Deletes an object. One that is not there is a success.
+    fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// For messages: `s3://bucket/prefix`.
+    fn describe(&self) -> String;
+}
