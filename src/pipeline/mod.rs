@@ -1,0 +1,77 @@
+//! The pipeline: extents to objects and back, bounded everywhere, first error stops all.
+//!
+//! ```text
+//! save   GPU ─copy▶ ring ─threads▶ frame ─pack▶ part ─tokio▶ store        one copy thread and one packer per GPU,
+//! load   store ─tokio▶ fetch buffer ─threads▶ ring ─copy▶ GPU             threads and connections shared by all
+//! ```
+//!
+//! In: lanes (one per extent), buffers that were all allocated before the target was locked, a store. Out: what was stored per lane, or the certainty that every chunk was
+//! verified and copied; and how long each stage worked, starved or was blocked. What can fail: [`PipelineError`]; the first error closes the buffer pools and
+//! cancels the transfers, every thread and task is joined, and that first error is returned. Nothing waits without a bound: a stage waits for a buffer, and a
+//! buffer comes back when the next stage is done with it.
+
+mod abort;
+mod copy;
+mod gauge;
+mod load;
+mod pack;
+mod save;
+mod transfer;
+
+pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
+pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
+
+use crate::codec::FrameError;
+use crate::driver::DriverError;
+use crate::store::StoreError;
+
+/// Why a transfer stopped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PipelineError {
+    /// The driver did not do what it was asked.
+    #[error("the driver failed during the transfer")]
+    Driver(#[from] DriverError),
+    /// The store did not take or give bytes.
+    #[error("the store failed during the transfer")]
+    Store(#[from] StoreError),
+    /// A stored frame is not the chunk that the frame table promised.
+    #[error("chunk {chunk} of {key} is damaged")]
+    Frame {
+        /// The object.
+        key: String,
+        /// Index of the chunk in its extent.
+        chunk: u64,
+        /// What is wrong with it.
+        #[source]
+        source: FrameError,
+    },
+    /// The compressor refused a chunk.
+    #[error("chunk {chunk} of {key} cannot be compressed")]
+    Encode {
+        /// The object.
+        key: String,
+        /// Index of the chunk in its extent.
+        chunk: u64,
+        /// What the compressor said.
+        #[source]
+        source: FrameError,
+    },
+    /// The driver's extents are not the stored ones.
+    #[error("{what}")]
+    Extents {
+        /// What differs.
+        what: String,
+    },
+    /// A stage panicked: a defect of ours.
+    #[error("the {stage} stage panicked: {message}")]
+    Panic {
+        /// Which stage.
+        stage: &'static str,
+        /// The panic's message.
+        message: String,
+    },
+    /// The caller gave the transfer up.
+    #[error("cancelled")]
+    Cancelled,
+}

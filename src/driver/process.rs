@@ -1,0 +1,298 @@
+//! The target's life under our hands, as types: what is legal next is what compiles.
+//!
+//! ```text
+//! RunningProcess ─lock▶ LockedProcess ─begin_checkpoint▶ CheckpointingProcess ─complete▶ CheckpointedProcess
+//!        ▲                 │      ▲                                                             │
+//!        └────unlock───────┘      └──complete── RestoringProcess ◀──────begin_restore───────────┘
+//! ```
+//!
+//! If we die: running → nothing happened; locked → stays locked until somebody unlocks it; checkpointing, restoring → unknown, treated as lost; checkpointed → can be restored.
+//! A [`LockedProcess`] that is dropped unlocks (`?`, panic and Ctrl-C included); from BEGIN on no guard acts, because the driver has no way back.
+
+use std::ffi::c_uint;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::sys::{
+    CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo, CUcheckpointGpuPair, CUcheckpointLockArgs, CUcheckpointOperationHandle,
+    CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUcontext, CUdeviceptr, CUstream,
+};
+
+use super::{Driver, DriverError, GpuUuid, ProcessState, raw_pid, to_cu_uuid};
+
+/// A target that computes.
+#[derive(Debug)]
+pub struct RunningProcess {
+    driver: Arc<Driver>,
+    pid: u32,
+}
+
+/// A target whose next driver call blocks. Dropping it unlocks.
+#[derive(Debug)]
+pub struct LockedProcess {
+    driver: Arc<Driver>,
+    pid: u32,
+    guard: bool,
+}
+
+/// A target whose GPU memory is mapped into this process. Dropping it does nothing: the target stays as it is.
+#[derive(Debug)]
+pub struct CheckpointingProcess {
+    driver: Arc<Driver>,
+    pid: u32,
+    handle: OperationHandle,
+    extents: Vec<Extent>,
+}
+
+/// A target that holds no GPU memory.
+#[derive(Debug)]
+pub struct CheckpointedProcess {
+    driver: Arc<Driver>,
+    pid: u32,
+}
+
+/// A target whose new GPU memory is mapped into this process and waits for its bytes. Dropping it does nothing.
+#[derive(Debug)]
+pub struct RestoringProcess {
+    driver: Arc<Driver>,
+    pid: u32,
+    handle: OperationHandle,
+    extents: Vec<Extent>,
+}
+
+/// One contiguous device range given by the driver, all of one GPU's memory of the target.
+#[derive(Debug, Clone, Copy)]
+pub struct Extent {
+    /// Index of the GPU in [`Driver::devices`].
+    pub device: usize,
+    /// Identity of the GPU that the range is on now.
+    pub uuid: GpuUuid,
+    /// Length in bytes, never 0.
+    pub len: u64,
+    pub(super) base: CUdeviceptr,
+    pub(super) stream: CUstream,
+}
+
+// SAFETY: base and stream are handles into the driver, which synchronizes their use by any thread that has made the context current.
+unsafe impl Send for Extent {}
+// SAFETY: as above; an Extent is never written through.
+unsafe impl Sync for Extent {}
+
+#[derive(Debug)]
+struct OperationHandle(CUcheckpointOperationHandle);
+
+// SAFETY: the handle is opaque and used once, by whichever thread completes the operation.
+unsafe impl Send for OperationHandle {}
+// SAFETY: a shared reference gives no way to use it.
+unsafe impl Sync for OperationHandle {}
+
+/// BEGIN was refused. What that left of the target was looked up.
+#[derive(Debug, thiserror::Error)]
+#[error("the driver refused to begin the checkpoint of process {pid}; the process is {}", state.as_ref().map_or_else(|_| "in an unknown state".to_owned(), ToString::to_string))]
+pub struct BeginError {
+    /// The target.
+    pub pid: u32,
+    /// Its state after the refusal.
+    pub state: Result<ProcessState, DriverError>,
+    /// The target, when it is still locked: dropping it unlocks.
+    pub locked: Option<LockedProcess>,
+    /// What the driver answered.
+    #[source]
+    pub source: DriverError,
+}
+
+impl RunningProcess {
+    /// Takes a running process in hand.
+    ///
+    /// # Errors
+    /// [`DriverError::WrongState`] when it does not run; whatever [`Driver::state`] answers.
+    pub fn attach(driver: &Arc<Driver>, pid: u32) -> Result<Self, DriverError> {
+        expect_state(driver, pid, ProcessState::Running)?;
+        Ok(Self { driver: Arc::clone(driver), pid })
+    }
+
+    /// Locks: waits until no driver call of the target is under way, and blocks its next one. `timeout` is rounded up to a whole millisecond and is at least one: to the
+    /// driver 0 means for ever.
+    ///
+    /// # Errors
+    /// Whatever the driver answers; NOT_READY after the timeout. The target then still runs, as far as the driver's word goes.
+    pub fn lock(self, timeout: Duration) -> Result<LockedProcess, DriverError> {
+        let lock = self.driver.api.process_lock.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessLock" })?;
+        let timeout_ms = c_uint::try_from(timeout.as_micros().div_ceil(1000)).unwrap_or(c_uint::MAX).max(1);
+        let mut args = CUcheckpointLockArgs { timeoutMs: timeout_ms, reserved0: 0, reserved1: [0; 7] };
+        // SAFETY: the argument struct is valid for the call and its reserved fields are zero.
+        self.driver.check("cuCheckpointProcessLock", unsafe { lock(raw_pid(self.pid), &raw mut args) })?;
+        Ok(LockedProcess { driver: self.driver, pid: self.pid, guard: true })
+    }
+}
+
+impl LockedProcess {
+    /// BEGIN: the driver maps the target's GPU memory into this process. There is no way back from its success but through
+    /// [`CheckpointingProcess::complete`]. The roll-back guard is off from the moment the driver is asked.
+    ///
+    /// # Errors
+    /// [`BeginError`], which holds the target again if it is still locked.
+    pub fn begin_checkpoint(mut self) -> Result<CheckpointingProcess, BeginError> {
+        self.guard = false;
+        match self.map_out() {
+            Ok((handle, extents)) => Ok(CheckpointingProcess { driver: Arc::clone(&self.driver), pid: self.pid, handle, extents }),
+            Err(source) => {
+                let state = self.driver.state(self.pid);
+                let pid = self.pid;
+                let locked = matches!(state, Ok(ProcessState::Locked)).then(|| {
+                    self.guard = true;
+                    self
+                });
+                Err(BeginError { pid, state, locked, source })
+            }
+        }
+    }
+
+    /// Lets the target run on.
+    ///
+    /// # Errors
+    /// Whatever the driver answers, or [`DriverError::WrongState`] when the target does not run afterwards. It is not tried again.
+    pub fn unlock(mut self) -> Result<RunningProcess, DriverError> {
+        self.guard = false;
+        self.unlock_now()?;
+        RunningProcess::attach(&self.driver, self.pid)
+    }
+
+    fn unlock_now(&self) -> Result<(), DriverError> {
+        let unlock = self.driver.api.process_unlock.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessUnlock" })?;
+        let mut args = CUcheckpointUnlockArgs { reserved: [0; 8] };
+        // SAFETY: the argument struct is valid for the call and all zero.
+        self.driver.check("cuCheckpointProcessUnlock", unsafe { unlock(raw_pid(self.pid), &raw mut args) })
+    }
+
+    fn map_out(&self) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
+        let checkpoint = self.driver.api.process_checkpoint.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessCheckpoint" })?;
+        let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
+        let mut args = CUcheckpointCheckpointArgs { customStorageInfo_out: &raw mut info, reserved: [0; 56] };
+        // SAFETY: the argument struct and the pointer that it holds are valid for the call; reserved bytes are zero.
+        self.driver.check("cuCheckpointProcessCheckpoint", unsafe { checkpoint(raw_pid(self.pid), &raw mut args) })?;
+        read_extents(&self.driver, info)
+    }
+}
+
+impl Drop for LockedProcess {
+    fn drop(&mut self) {
+        if !self.guard {
+            return;
+        }
+        if let Err(error) = self.unlock_now() {
+            tracing::error!(pid = self.pid, %error, "roll back: cannot unlock the target");
+        } else {
+            tracing::info!(pid = self.pid, "rolled back: the target is unlocked");
+        }
+    }
+}
+
+impl CheckpointingProcess {
+    /// The target's memory, one extent per GPU that holds data, by device.
+    pub fn extents(&self) -> &[Extent] {
+        &self.extents
+    }
+
+    /// Complete: the target's GPU memory is released. From now on only the image has the bytes.
+    ///
+    /// # Errors
+    /// Whatever the driver answers (the handle is spent all the same), or [`DriverError::WrongState`] when the target is not
+    /// CHECKPOINTED afterwards.
+    pub fn complete(self) -> Result<CheckpointedProcess, DriverError> {
+        complete_operation(&self.driver, &self.handle)?;
+        CheckpointedProcess::attach(&self.driver, self.pid)
+    }
+}
+
+impl CheckpointedProcess {
+    /// Takes a suspended process in hand.
+    ///
+    /// # Errors
+    /// [`DriverError::WrongState`] when it is not CHECKPOINTED; whatever [`Driver::state`] answers.
+    pub fn attach(driver: &Arc<Driver>, pid: u32) -> Result<Self, DriverError> {
+        expect_state(driver, pid, ProcessState::Checkpointed)?;
+        Ok(Self { driver: Arc::clone(driver), pid })
+    }
+
+    /// The driver gives the target new GPU memory and maps it into this process. `pairs` (stored GPU, present GPU) is empty when
+    /// every GPU is the same as before, and names every checkpointed GPU otherwise. There is one try: a restore that failed is never repeated.
+    ///
+    /// # Errors
+    /// Whatever the driver answers. The target is then to be ended.
+    pub fn begin_restore(self, pairs: &[(GpuUuid, GpuUuid)]) -> Result<RestoringProcess, DriverError> {
+        let restore = self.driver.api.process_restore.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessRestore" })?;
+        let mut raw_pairs: Vec<CUcheckpointGpuPair> =
+            pairs.iter().map(|&(old, new)| CUcheckpointGpuPair { oldUuid: to_cu_uuid(old), newUuid: to_cu_uuid(new) }).collect();
+        let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
+        let mut args = CUcheckpointRestoreArgs {
+            gpuPairs: if raw_pairs.is_empty() { std::ptr::null_mut() } else { raw_pairs.as_mut_ptr() },
+            gpuPairsCount: c_uint::try_from(raw_pairs.len()).unwrap_or(c_uint::MAX),
+            padding0: 0,
+            customStorageInfo_out: &raw mut info,
+            reserved: [0; 40],
+        };
+        // SAFETY: the argument struct, the pairs and the out pointer are valid for the call; padding and reserved bytes are zero.
+        self.driver.check("cuCheckpointProcessRestore", unsafe { restore(raw_pid(self.pid), &raw mut args) })?;
+        let (handle, extents) = read_extents(&self.driver, info)?;
+        Ok(RestoringProcess { driver: self.driver, pid: self.pid, handle, extents })
+    }
+}
+
+impl RestoringProcess {
+    /// The target's new memory, one extent per GPU that held data, by device.
+    pub fn extents(&self) -> &[Extent] {
+        &self.extents
+    }
+
+    /// Complete: the memory becomes the target's. Only to be called once every chunk was copied and the streams synchronized without an error.
+    ///
+    /// # Errors
+    /// Whatever the driver answers (the handle is spent all the same), or [`DriverError::WrongState`] when the target is not LOCKED afterwards.
+    pub fn complete(self) -> Result<LockedProcess, DriverError> {
+        complete_operation(&self.driver, &self.handle)?;
+        expect_state(&self.driver, self.pid, ProcessState::Locked)?;
+        Ok(LockedProcess { driver: self.driver, pid: self.pid, guard: true })
+    }
+}
+
+fn expect_state(driver: &Driver, pid: u32, needed: ProcessState) -> Result<(), DriverError> {
+    let found = driver.state(pid)?;
+    if found == needed { Ok(()) } else { Err(DriverError::WrongState { pid, found, needed }) }
+}
+
+fn complete_operation(driver: &Driver, handle: &OperationHandle) -> Result<(), DriverError> {
+    let complete = driver.api.operation_complete.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointOperationComplete" })?;
+    // SAFETY: the handle came from the driver for this operation, in this process; the callers consume the operation, so it is used once.
+    driver.check("cuCheckpointOperationComplete", unsafe { complete(handle.0) })
+}
+
+/// Copies what we need out of the struct that the driver allocated, and finds each extent's GPU from its stream: the driver gives no order.
+fn read_extents(driver: &Driver, info: *const CUcheckpointCustomStorageInfo) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
+    // SAFETY: after success the driver has stored a pointer to a struct of its own, valid until the operation completes.
+    let Some(info) = (unsafe { info.as_ref() }) else {
+        let name = "success, but no custom storage info".to_owned();
+        return Err(DriverError::Call { call: "cuCheckpointProcessCheckpoint", code: super::DriverCode(0), name });
+    };
+    let count = info.deviceCount as usize;
+    let mut extents = Vec::with_capacity(count);
+    for index in 0..count {
+        // SAFETY: the driver's array has deviceCount entries.
+        let entry = unsafe { &*info.perDeviceData.add(index) };
+        let len = entry.size as u64;
+        if len == 0 {
+            continue;
+        }
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: the stream came from the driver and the out pointer is valid for the call.
+        driver.check("cuStreamGetCtx", unsafe { (driver.api.stream_get_ctx)(entry.stream, &raw mut context) })?;
+        let device = driver.device_of(context).ok_or(DriverError::UnknownDevice { len })?;
+        let uuid = driver.devices()[device].uuid;
+        extents.push(Extent { device, uuid, len, base: entry.devPtr, stream: entry.stream });
+    }
+    extents.sort_by_key(|extent| extent.device);
+    if let Some(pair) = extents.windows(2).find(|pair| pair[0].device == pair[1].device) {
+        return Err(DriverError::TwoExtents { device: pair[0].uuid });
+    }
+    Ok((OperationHandle(info.handle), extents))
+}

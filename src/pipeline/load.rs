@@ -1,0 +1,337 @@
+//! Load: objects → extents, or to nowhere (to verify). The mirror of save, with the same stages from last to first.
+//!
+//! Fetching and verifying start before the driver is asked: the rings fill first. A chunk goes to a GPU only after its frame was decoded and its digest compared.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+
+use super::PipelineError;
+use super::abort::Abort;
+use super::copy::{CopyLane, RawChunk};
+use super::gauge::{Gauge, slowest};
+use super::save::{ChunkSender, spawn};
+use super::transfer::task_panicked;
+use crate::codec::Decoder;
+use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
+use crate::manifest::FrameEntry;
+use crate::outcome::StageOutcome;
+use crate::plan::{Chunks, FetchGroup, fetch_groups};
+use crate::progress::{LaneMeter, Meter};
+use crate::store::{Key, Store};
+
+/// One object and the extent that it becomes.
+#[derive(Debug)]
+pub struct LoadLane {
+    /// Key of the object.
+    pub key: Key,
+    /// The store's tag for it when it was looked at: every range must still have it.
+    pub etag: Option<String>,
+    /// Its frames, in order, as the verified frame table has them.
+    pub frames: Vec<FrameEntry>,
+    /// Length of the extent in bytes.
+    pub raw_len: u64,
+    /// Chunk length in bytes.
+    pub chunk_len: u64,
+    /// Buffers of one chunk each; pinned when they go to a GPU.
+    pub ring: BufferPool,
+    /// Progress.
+    pub meter: Arc<LaneMeter>,
+}
+
+/// What all lanes share.
+#[derive(Debug)]
+pub struct LoadResources {
+    /// The store.
+    pub store: Arc<dyn Store>,
+    /// Runs the transfers.
+    pub runtime: tokio::runtime::Handle,
+    /// One decompressor per thread.
+    pub decoders: Vec<Decoder>,
+    /// Buffers for ranges of an object; their number bounds the ranges in flight.
+    pub fetch_buffers: BufferPool,
+    /// Progress.
+    pub meter: Arc<Meter>,
+    /// Cancelled by the caller to give the transfer up.
+    pub cancel: tokio_util::sync::CancellationToken,
+}
+
+/// Where verified chunks go.
+pub enum Destination<'a> {
+    /// Nowhere: every chunk is read and verified, that is all.
+    Nowhere,
+    /// Onto GPUs.
+    Gpus {
+        /// One prepared queue per lane.
+        queues: Vec<CopyQueue>,
+        /// Asks the driver, once the first verified chunks wait in the rings; returns one extent per lane, in order.
+        begin: Box<dyn FnOnce() -> Result<Vec<Extent>, PipelineError> + 'a>,
+    },
+}
+
+impl std::fmt::Debug for Destination<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Nowhere => "Nowhere",
+            Self::Gpus { .. } => "Gpus",
+        })
+    }
+}
+
+/// Every chunk was fetched and verified, and, when there are GPUs, copied and its stream synchronized.
+#[derive(Debug)]
+pub struct Loaded {
+    /// `download`, `decompress`, and `copy` when there are GPUs.
+    pub stages: Vec<StageOutcome>,
+    /// The stage that the others waited for.
+    pub slowest_stage: Option<String>,
+}
+
+/// Streams every lane from the store.
+///
+/// # Errors
+/// The first [`PipelineError`] of any stage, after all threads and tasks have ended.
+pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destination<'_>) -> Result<Loaded, PipelineError> {
+    let mut pools = vec![resources.fetch_buffers.clone()];
+    pools.extend(lanes.iter().map(|lane| lane.ring.clone()));
+    let abort = Arc::new(Abort::new(pools, resources.cancel.child_token()));
+    let fetch_gauge = Arc::new(Gauge::new("download", 1));
+    let code_gauge = Gauge::new("decompress", resources.decoders.len());
+    let copy_gauge = Gauge::new("copy", lanes.len());
+    let (queues, begin) = match destination {
+        Destination::Nowhere => (Vec::new(), None),
+        Destination::Gpus { queues, begin } => (queues, Some(begin)),
+    };
+
+    let (jobs_out, jobs_in) = unbounded();
+    let fetcher = Fetcher {
+        store: Arc::clone(&resources.store),
+        runtime: resources.runtime.clone(),
+        buffers: resources.fetch_buffers.clone(),
+        under_way: Arc::new(AtomicUsize::new(0)),
+        gauge: Arc::clone(&fetch_gauge),
+        meter: Arc::clone(&resources.meter),
+        abort: Arc::clone(&abort),
+    };
+    let (lane_outs, lane_ins): (Vec<ChunkSender>, Vec<Receiver<RawChunk>>) = lanes.iter().map(|_| unbounded()).unzip();
+    let to_gpus = begin.is_some();
+    std::thread::scope(|scope| {
+        let (extent_outs, primed_in) = if to_gpus {
+            spawn_copiers(scope, lanes, queues, lane_ins, &copy_gauge, &abort)
+        } else {
+            (Vec::new(), crossbeam_channel::never())
+        };
+        for (index, decoder) in resources.decoders.into_iter().enumerate() {
+            let outs = if to_gpus { lane_outs.clone() } else { Vec::new() };
+            let (abort, gauge, jobs_in) = (&*abort, &code_gauge, jobs_in.clone());
+            spawn(scope, format!("decompress-{index}"), move || {
+                abort.guard("decompress", || decode_all(decoder, lanes, &jobs_in, &outs, gauge));
+            });
+        }
+        drop((jobs_in, lane_outs));
+        let feeder_abort = &*abort;
+        spawn(scope, "fetch".to_owned(), move || feeder_abort.guard("download", || fetcher.run(lanes, jobs_out)));
+
+        if let Some(begin) = begin
+            && primed_in.recv().is_ok()
+            && !abort.is_set()
+        {
+            abort.guard("begin", || {
+                let extents = begin()?;
+                if extents.len() != extent_outs.len() {
+                    let what = format!("the driver gave {} extents for {} stored ones", extents.len(), extent_outs.len());
+                    return Err(PipelineError::Extents { what });
+                }
+                for (out, extent) in extent_outs.iter().zip(extents) {
+                    // A copier that is gone has reported why.
+                    let _its_error_counts = out.send(extent);
+                }
+                Ok(())
+            });
+        }
+    });
+    abort.result()?;
+
+    let mut stages = vec![fetch_gauge.outcome(), code_gauge.outcome()];
+    if to_gpus {
+        stages.push(copy_gauge.outcome());
+    }
+    let slowest_stage = slowest(&stages);
+    Ok(Loaded { stages, slowest_stage })
+}
+
+/// Starts one copy thread per lane. Returns where each one's extent goes, and where the first full ring is announced.
+fn spawn_copiers<'scope, 'env>(
+    scope: &'scope std::thread::Scope<'scope, 'env>,
+    lanes: &'env [LoadLane],
+    queues: Vec<CopyQueue>,
+    inputs: Vec<Receiver<RawChunk>>,
+    gauge: &'env Gauge,
+    abort: &'env Abort,
+) -> (Vec<Sender<Extent>>, Receiver<()>) {
+    let (primed_out, primed_in) = bounded(1);
+    let mut extent_outs = Vec::with_capacity(lanes.len());
+    for (index, ((lane, queue), input)) in lanes.iter().zip(queues).zip(inputs).enumerate() {
+        let (extent_out, extent_in) = bounded(1);
+        extent_outs.push(extent_out);
+        let primed_out = primed_out.clone();
+        spawn(scope, format!("copy-{index}"), move || {
+            abort.guard("copy", || {
+                let chunks = Chunks::new(lane.raw_len, lane.chunk_len);
+                let copy = CopyLane { lane: index, chunks, ring: &lane.ring, meter: &lane.meter, gauge };
+                copy.copy_in(queue, &input, &primed_out, &extent_in)
+            });
+        });
+    }
+    (extent_outs, primed_in)
+}
+
+/// One frame to decode, in a fetched range that it shares with its neighbours.
+struct DecodeJob {
+    lane: usize,
+    frame: FrameEntry,
+    fetched: Arc<PoolBuf>,
+    /// Where the frame is in the fetched buffer.
+    bytes: Range<usize>,
+}
+
+fn decode_all(
+    mut decoder: Decoder,
+    lanes: &[LoadLane],
+    jobs: &Receiver<DecodeJob>,
+    outs: &[ChunkSender],
+    gauge: &Gauge,
+) -> Result<(), PipelineError> {
+    loop {
+        let idle = Instant::now();
+        let Ok(job) = jobs.recv() else { return Ok(()) };
+        gauge.starved(idle.elapsed());
+        let lane = &lanes[job.lane];
+        let (mut buffer, waited) = lane.ring.acquire().map_err(|_closed| PipelineError::Cancelled)?;
+        gauge.blocked(waited);
+        let started = Instant::now();
+        let len = job.frame.raw_len as usize;
+        decoder
+            .decode(&job.fetched[job.bytes.clone()], job.frame.digest, &mut buffer[..len])
+            .map_err(|source| PipelineError::Frame { key: lane.key.to_string(), chunk: job.frame.index, source })?;
+        gauge.busy(len as u64, started.elapsed());
+        lane.meter.second.fetch_add(len as u64, Ordering::Relaxed);
+        if let Some(out) = outs.get(job.lane) {
+            let chunk = RawChunk { lane: job.lane, index: job.frame.index, buffer, len };
+            out.send(chunk).map_err(|_closed| PipelineError::Cancelled)?;
+        }
+    }
+}
+
+/// Reads groups of frames, all lanes in turn.
+#[derive(Debug)]
+struct Fetcher {
+    store: Arc<dyn Store>,
+    runtime: tokio::runtime::Handle,
+    buffers: BufferPool,
+    under_way: Arc<AtomicUsize>,
+    gauge: Arc<Gauge>,
+    meter: Arc<Meter>,
+    abort: Arc<Abort>,
+}
+
+impl Fetcher {
+    /// Starts a task per group as buffers come free, and joins them all.
+    fn run(&self, lanes: &[LoadLane], jobs: Sender<DecodeJob>) -> Result<(), PipelineError> {
+        let started = Instant::now();
+        let mut tasks = tokio::task::JoinSet::new();
+        let mut outcome = Ok(());
+        for (lane, group) in self.in_turn(lanes) {
+            let wait = Instant::now();
+            let Ok((buffer, waited)) = self.buffers.acquire() else {
+                outcome = Err(PipelineError::Cancelled);
+                break;
+            };
+            // Few ranges on the wire while no buffer is free: they wait for the decompressors, not for the store.
+            if wait.elapsed().as_micros() > 100 && self.under_way.load(Ordering::Relaxed) * 2 < self.buffers.count() {
+                self.gauge.blocked(waited);
+            }
+            tasks.spawn_on(self.fetch(lane, &lanes[lane], group, buffer, jobs.clone()), &self.runtime);
+        }
+        drop(jobs);
+        self.runtime.block_on(async {
+            while let Some(done) = tasks.join_next().await {
+                match done {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => self.abort.fail(error),
+                    Err(error) => self.abort.fail(task_panicked("download", error)),
+                }
+            }
+        });
+        self.gauge.busy(0, started.elapsed());
+        outcome
+    }
+
+    /// The groups of all lanes, one of each lane in turn, so that every GPU is fed from the start.
+    fn in_turn<'a>(&self, lanes: &'a [LoadLane]) -> impl Iterator<Item = (usize, FetchGroup)> + use<'a> {
+        let fetch_len_max = self.buffers.buffer_len() as u64;
+        let mut queues: VecDeque<_> = lanes
+            .iter()
+            .enumerate()
+            .map(|(index, lane)| {
+                let lens: Vec<u32> = lane.frames.iter().map(|frame| frame.stored_len).collect();
+                (index, fetch_groups(&lens, fetch_len_max).into_iter())
+            })
+            .collect();
+        std::iter::from_fn(move || {
+            while let Some((index, mut groups)) = queues.pop_front() {
+                if let Some(group) = groups.next() {
+                    queues.push_back((index, groups));
+                    return Some((index, group));
+                }
+            }
+            None
+        })
+    }
+
+    fn fetch(
+        &self,
+        index: usize,
+        lane: &LoadLane,
+        group: FetchGroup,
+        mut buffer: PoolBuf,
+        jobs: Sender<DecodeJob>,
+    ) -> impl Future<Output = Result<(), PipelineError>> + Send + use<> {
+        let (store, abort) = (Arc::clone(&self.store), Arc::clone(&self.abort));
+        let (meter, lane_meter) = (Arc::clone(&self.meter), Arc::clone(&lane.meter));
+        let (gauge, under_way) = (Arc::clone(&self.gauge), Arc::clone(&self.under_way));
+        let (key, etag) = (lane.key.clone(), lane.etag.clone());
+        let frames = lane.frames[group.frames.clone()].to_vec();
+        async move {
+            let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
+            under_way.fetch_add(1, Ordering::Relaxed);
+            meter.in_flight.fetch_add(1, Ordering::Relaxed);
+            let read = tokio::select! {
+                read = store.get_range(&key, group.bytes.clone(), etag.as_deref(), &mut buffer[..len]) => Some(read),
+                () = abort.token().cancelled() => None,
+            };
+            meter.in_flight.fetch_sub(1, Ordering::Relaxed);
+            under_way.fetch_sub(1, Ordering::Relaxed);
+            match read {
+                None => return Err(PipelineError::Cancelled),
+                Some(read) => read?,
+            }
+            gauge.busy(len as u64, std::time::Duration::ZERO);
+            lane_meter.stored.fetch_add(len as u64, Ordering::Relaxed);
+            let fetched = Arc::new(buffer);
+            let mut start = 0;
+            for frame in frames {
+                let bytes = start..start + frame.stored_len as usize;
+                start = bytes.end;
+                lane_meter.first.fetch_add(u64::from(frame.raw_len), Ordering::Relaxed);
+                let job = DecodeJob { lane: index, frame, fetched: Arc::clone(&fetched), bytes };
+                jobs.send(job).map_err(|_closed| PipelineError::Cancelled)?;
+            }
+            Ok(())
+        }
+    }
+}
