@@ -1,0 +1,184 @@
+//! The target process as the kernel knows it: who it is, and whether it is still that one.
+//!
+//! In: a pid. Out: an identity (start time, boot id, pids in inner namespaces) for the manifest, and a pidfd that stays on this very process, so that a pid used again is never taken
+//! for it. What can fail: no such process, a thread's id, our own pid, no right to look.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// Field of `/proc/PID/stat`, counted behind the command's closing parenthesis: state.
+const STAT_STATE: usize = 0;
+/// The same: start time in clock ticks since boot (field 22 of proc(5)).
+const STAT_START_TIME: usize = 19;
+
+/// One process, from the first look on.
+#[derive(Debug)]
+pub struct Target {
+    /// In our pid namespace.
+    pub pid: u32,
+    /// Clock ticks between boot and its start.
+    pub start_time: u64,
+    /// The boot that this start time belongs to.
+    pub boot_id: String,
+    /// Command name, 15 bytes at most.
+    pub name: String,
+    /// Its pid in every namespace, outermost first.
+    pub ns_pids: Vec<u32>,
+    pidfd: OwnedFd,
+}
+
+/// Why a process cannot be a target.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TargetError {
+    /// No such process, or it has ended.
+    #[error("process {pid} does not exist (--pid)")]
+    Gone {
+        /// As given.
+        pid: u32,
+    },
+    /// A thread of another process.
+    #[error("{tid} is a thread of process {pid}; give --pid {pid}")]
+    Thread {
+        /// As given.
+        tid: u32,
+        /// The process that it belongs to.
+        pid: u32,
+    },
+    /// Ourselves.
+    #[error("process {pid} is ckptstream itself (--pid)")]
+    Ourselves {
+        /// As given.
+        pid: u32,
+    },
+    /// The kernel does not let us look.
+    #[error("cannot look at process {pid}: {path}")]
+    Look {
+        /// As given.
+        pid: u32,
+        /// What was read or called.
+        path: String,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl Target {
+    /// Looks at a process.
+    ///
+    /// # Errors
+    /// Any [`TargetError`].
+    pub fn look(pid: u32) -> Result<Self, TargetError> {
+        if pid == std::process::id() {
+            return Err(TargetError::Ourselves { pid });
+        }
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(TargetError::Gone { pid })?;
+        let status = read(pid, "status")?;
+        if let Some(group) = status_numbers(&status, "Tgid:").first().copied().filter(|&group| group != pid) {
+            return Err(TargetError::Thread { tid: pid, pid: group });
+        }
+        let pidfd = pidfd_open(raw, PidfdFlags::empty()).map_err(|errno| look_error(pid, "pidfd_open".to_owned(), errno.into()))?;
+        let stat = read(pid, "stat")?;
+        let start_time = stat_field(&stat, STAT_START_TIME).and_then(|text| text.parse().ok()).ok_or(TargetError::Gone { pid })?;
+        let target = Self {
+            pid,
+            start_time,
+            boot_id: boot_id()?,
+            name: read(pid, "comm")?.trim_end().to_owned(),
+            ns_pids: status_numbers(&status, "NSpid:"),
+            pidfd,
+        };
+        if target.is_alive() { Ok(target) } else { Err(TargetError::Gone { pid }) }
+    }
+
+    /// Whether this very process still lives (a zombie does not).
+    pub fn is_alive(&self) -> bool {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        // The pidfd is readable once the process has ended.
+        matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0))
+    }
+
+    /// Whether it is stopped by a signal or a tracer: a stopped process cannot answer the driver's lock.
+    pub fn is_stopped(&self) -> bool {
+        let stat = read(self.pid, "stat").unwrap_or_default();
+        matches!(stat_field(&stat, STAT_STATE), Some("T" | "t"))
+    }
+}
+
+/// The kernel's id of this boot.
+///
+/// # Errors
+/// [`TargetError::Look`] when it cannot be read.
+pub fn boot_id() -> Result<String, TargetError> {
+    let path = "/proc/sys/kernel/random/boot_id";
+    let text = std::fs::read_to_string(path).map_err(|source| look_error(0, path.to_owned(), source))?;
+    Ok(text.trim().to_owned())
+}
+
+fn read(pid: u32, file: &str) -> Result<String, TargetError> {
+    let path = PathBuf::from(format!("/proc/{pid}/{file}"));
+    let bytes = std::fs::read(&path).map_err(|source| look_error(pid, path.display().to_string(), source))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn look_error(pid: u32, path: String, source: std::io::Error) -> TargetError {
+    // ESRCH: it ended between two looks.
+    if source.kind() == std::io::ErrorKind::NotFound || source.raw_os_error() == Some(3) {
+        return TargetError::Gone { pid };
+    }
+    TargetError::Look { pid, path, source }
+}
+
+/// A field of `/proc/PID/stat` behind the command, which may itself hold spaces and parentheses.
+fn stat_field(stat: &str, index: usize) -> Option<&str> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_ascii_whitespace().nth(index)
+}
+
+/// The numbers of one line of `/proc/PID/status`.
+fn status_numbers(status: &str, name: &str) -> Vec<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+    line.split_ascii_whitespace().filter_map(|number| number.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Child, Command, Stdio};
+
+    fn sleeper() -> Child {
+        Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_process_is_recognised_until_it_ends() {
+        let mut child = sleeper();
+        let target = Target::look(child.id()).unwrap();
+        assert_eq!(target.pid, child.id());
+        assert_eq!(target.ns_pids.first(), Some(&child.id()));
+        assert!(target.is_alive() && target.start_time > 0 && target.boot_id.len() == 36);
+        assert!(!target.is_stopped());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!target.is_alive());
+        assert!(matches!(Target::look(child.id()), Err(TargetError::Gone { .. })));
+    }
+
+    #[test]
+    fn our_own_pid_and_pid_zero_are_refused() {
+        assert!(matches!(Target::look(std::process::id()), Err(TargetError::Ourselves { .. })));
+        assert!(matches!(Target::look(0), Err(TargetError::Gone { .. })));
+        assert!(matches!(Target::look(u32::MAX), Err(TargetError::Gone { .. })));
+    }
+
+    #[test]
+    fn a_command_with_parentheses_does_not_shift_the_fields() {
+        let stat = "42 (a) b (c)) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 777 20";
+        assert_eq!(stat_field(stat, STAT_STATE), Some("S"));
+        assert_eq!(stat_field(stat, STAT_START_TIME), Some("777"));
+    }
+}
