@@ -44,7 +44,6 @@ use aws_smithy_runtime_api::client::http::{
     HttpConnectorSettings, SharedHttpConnector, http_client_fn,
 };
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
-use aws_smithy_types::base64;
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
 use http_body::{Body, Frame, SizeHint};
@@ -348,7 +347,7 @@ impl S3Store {
             .content_length(i64::try_from(len).unwrap_or(i64::MAX))
             .body(ByteStream::new(SdkBody::from_body_1_x(stream)));
         if self.checksummed() {
-            request = request.checksum_crc64_nvme(crc64_to_header(crc64));
+            request = request.checksum_crc64_nvme(Crc64::from_value(crc64).to_base64());
         }
         let request = request.customize();
         let request = match digest {
@@ -357,7 +356,7 @@ impl S3Store {
         };
         let request = self.watched(OPERATION, &full, request, len, &handed_over);
         let answer = request.await?;
-        if let Some(sum) = answer.checksum_crc64_nvme.as_deref().and_then(crc64_from_header)
+        if let Some(sum) = answer.checksum_crc64_nvme.as_deref().and_then(crc64_value)
             && sum != crc64
             && self.checksummed()
         {
@@ -430,7 +429,7 @@ impl S3Store {
             .multipart_upload(parts);
         if self.checksummed() {
             request = request
-                .checksum_crc64_nvme(crc64_to_header(crc64))
+                .checksum_crc64_nvme(Crc64::from_value(crc64).to_base64())
                 .checksum_type(ChecksumType::FullObject)
                 .mpu_object_size(i64::try_from(len).unwrap_or(i64::MAX));
         }
@@ -466,7 +465,7 @@ impl S3Store {
         let mut request =
             self.client.put_object().bucket(&self.bucket).key(&full).if_none_match("*");
         if self.checksummed() {
-            request = request.checksum_crc64_nvme(crc64_to_header(Crc64::of(&body).value()));
+            request = request.checksum_crc64_nvme(Crc64::of(&body).to_base64());
         }
         let request = request.body(ByteStream::from(body)).customize();
         let request = match self.sign_payload {
@@ -634,7 +633,7 @@ impl S3Store {
         Ok(Some(ObjectInfo {
             len,
             etag: answer.e_tag,
-            crc64: crc64.and_then(crc64_from_header),
+            crc64: crc64.and_then(crc64_value),
             age,
         }))
     }
@@ -863,15 +862,9 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// CRC64NVME as S3's header has it: 8 bytes, big-endian, in base64.
-fn crc64_to_header(value: u64) -> String {
-    base64::encode(value.to_be_bytes())
-}
-
-/// `None` for anything but 8 bytes in base64, a composite value included.
-fn crc64_from_header(text: &str) -> Option<u64> {
-    let bytes = base64::decode(text).ok()?;
-    Some(u64::from_be_bytes(bytes.try_into().ok()?))
+/// A checksum header's value; `None` for anything but 8 bytes in base64, such as a composite one.
+fn crc64_value(text: &str) -> Option<u64> {
+    Crc64::from_base64(text).ok().map(Crc64::value)
 }
 
 /// `bytes 0-9/100` → `0..10`.
