@@ -68,12 +68,18 @@ pub enum SeekTableError {
         /// What must stand there.
         expected: u32,
     },
+    /// The table lists another frame than the frame table does.
+    #[error("seek table's entry {index} differs from the frame table's")]
+    Entry {
+        /// Which entry, from 0.
+        index: usize,
+    },
 }
 
 /// Reads the table that [`encode`] wrote, given exactly its bytes.
 ///
 /// # Errors
-/// When a magic number, a length, the frame count or the descriptor is not what these bytes need.
+/// When a magic number, a length, the frame count or the descriptor is not what these bytes need. Never [`SeekTableError::Entry`].
 pub fn parse(table: &[u8]) -> Result<Vec<(u32, u32)>, SeekTableError> {
     let bad_len = SeekTableError::Len { len: table.len() };
     let (header, rest) = table.split_first_chunk::<HEADER_LEN>().ok_or(bad_len)?;
