@@ -1,0 +1,502 @@
+//! A job's log: which images exist, in which order, and the commit that makes one exist.
+//!
+//! In: a store and a job. Out: the entries in order; a generation for an image that was committed. What can fail: the store; another writer who
+//! got the job first ([`CommitError::Fenced`]).
+//!
+//! Entries are small JSON objects `<job>/log/<generation:08>.json`, each created if absent, never overwritten, never deleted. Slots are taken without
+//! gaps, so the log ends at the first free slot; it is found by reading, not by listing. What stands in a slot first decides for ever:
+//!
+//! | we die | what exists |
+//! |---|---|
+//! | before the entry's PUT | no image; the attempt's objects are left for `gc` |
+//! | during it | the whole entry or none of it: the store's PUT is atomic |
+//! | after it | the image |
+
+use std::collections::HashSet;
+
+use bytes::Bytes;
+use futures::future;
+use serde::{Deserialize, Serialize};
+
+use crate::codec::Digest;
+use crate::config::JobName;
+use crate::manifest::{ImageKind, MANIFEST_LEN_MAX};
+use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
+
+/// Version of the entries that this build writes and reads.
+pub const FORMAT: u32 = 1;
+
+/// Most bytes of an entry, 64 KiB.
+pub const ENTRY_LEN_MAX: usize = 64 << 10;
+
+/// Highest generation: eight digits in the key.
+pub const GENERATION_MAX: u64 = 99_999_999;
+
+/// Slots that are read at once, at first and at most. At first more than one, so that an entry that somebody deleted shows as a gap.
+const BATCH: (u64, u64) = (4, 32);
+
+/// How often a gap is read again before it counts as one. A writer may fill a slot between our two reads.
+const GAP_READS: u32 = 3;
+
+/// What stands in one slot of the log. A writer is a process that may save the job, known by its nonce.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "entry", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Entry {
+    /// A writer takes the job.
+    Open {
+        /// Its nonce.
+        writer: String,
+    },
+    /// A writer has begun to save.
+    Saving {
+        /// Its nonce.
+        writer: String,
+        /// The attempt's nonce.
+        attempt: String,
+        /// Seconds that it may need.
+        seconds: u64,
+        /// Where it spills, if it does.
+        spill: Option<String>,
+    },
+    /// An image was committed.
+    Image(ImageEntry),
+    /// The job ended by itself.
+    Finished {
+        /// The writer's nonce.
+        writer: String,
+        /// Its exit status, when known.
+        status: Option<i32>,
+    },
+    /// An image failed to restore and is not tried again.
+    Bad {
+        /// The writer's nonce.
+        writer: String,
+        /// Generation of the image.
+        generation: u64,
+    },
+    /// An attempt or an image was given up; its data may be gone.
+    Dropped {
+        /// The writer's nonce.
+        writer: String,
+        /// The attempt's nonce.
+        attempt: String,
+    },
+    /// An entry of a kind or format that a later version writes. Never an image to us, and no proof that there is none.
+    #[serde(skip)]
+    Unknown {
+        /// Its kind, or its format.
+        what: String,
+    },
+    /// Not a log entry.
+    #[serde(skip)]
+    Damaged {
+        /// What is wrong with it.
+        what: String,
+    },
+}
+
+/// The commit of one image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageEntry {
+    /// The writer's nonce.
+    pub writer: String,
+    /// The attempt's nonce, 32 lower-case hex digits.
+    pub attempt: String,
+    /// Key of the manifest, relative to the job.
+    pub manifest_key: String,
+    /// Length of the manifest in bytes.
+    pub manifest_len: u64,
+    /// XXH3-128 of the whole manifest.
+    pub manifest_digest: Digest,
+    /// What is in the image.
+    pub kind: ImageKind,
+    /// Raw bytes of all extents.
+    pub raw_len: u64,
+    /// Stored bytes of all data objects.
+    pub stored_len: u64,
+    /// When, in milliseconds since 1970 by the writer's clock. A label: nothing is ordered by it.
+    pub created_ms: u64,
+    /// Who wrote it, for instance `ckptstream 0.1.0`. A label.
+    pub tool: String,
+}
+
+/// An entry as it is stored.
+#[derive(Serialize)]
+struct Stored<'a> {
+    format: u32,
+    #[serde(flatten)]
+    entry: &'a Entry,
+}
+
+impl Entry {
+    fn encode(&self) -> Result<Bytes, serde_json::Error> {
+        let stored = Stored {
+            format: FORMAT,
+            entry: self,
+        };
+        serde_json::to_vec_pretty(&stored).map(Bytes::from)
+    }
+
+    /// Reads the bytes of a slot. Whatever they are, they are an entry: the slot is taken.
+    fn decode(bytes: &[u8]) -> Self {
+        /// Present in every format.
+        #[derive(Deserialize)]
+        struct Head {
+            format: u32,
+            entry: String,
+        }
+        const KINDS: [&str; 6] = ["open", "saving", "image", "finished", "bad", "dropped"];
+        let damaged = |error: serde_json::Error| Entry::Damaged {
+            what: error.to_string(),
+        };
+        let head: Head = match serde_json::from_slice(bytes) {
+            Ok(head) => head,
+            Err(error) => return damaged(error),
+        };
+        if head.format != FORMAT {
+            let what = format!("an entry of format {}", head.format);
+            return Entry::Unknown { what };
+        }
+        if !KINDS.contains(&head.entry.as_str()) {
+            let kind: String = head.entry.chars().take(40).collect();
+            let what = format!("an entry of kind {kind:?}");
+            return Entry::Unknown { what };
+        }
+        match serde_json::from_slice(bytes) {
+            Ok(Entry::Image(image)) => match image.flaw() {
+                None => Entry::Image(image),
+                Some(what) => Entry::Damaged { what },
+            },
+            Ok(entry) => entry,
+            Err(error) => damaged(error),
+        }
+    }
+
+    /// For messages.
+    pub fn describe(&self) -> String {
+        match self {
+            Entry::Open { writer } => format!("writer {writer} opened the job"),
+            Entry::Saving { attempt, .. } => format!("attempt {attempt} is being saved"),
+            Entry::Image(image) => format!("image of attempt {}", image.attempt),
+            Entry::Finished { .. } => "the job finished".to_owned(),
+            Entry::Bad { generation, .. } => format!("image {generation:08} failed to restore"),
+            Entry::Dropped { attempt, .. } => format!("attempt {attempt} was given up"),
+            Entry::Unknown { what } => format!("{what}, which this version does not know"),
+            Entry::Damaged { what } => format!("not a log entry: {what}"),
+        }
+    }
+}
+
+impl ImageEntry {
+    /// What makes the entry useless, if anything does.
+    fn flaw(&self) -> Option<String> {
+        let nonce = |text: &str| {
+            text.len() == 32 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+        };
+        if !nonce(&self.attempt) {
+            return Some(format!("attempt {:?} is not 32 lower-case hex digits", self.attempt));
+        }
+        let prefix = format!("data/{}/", self.attempt);
+        if !self.manifest_key.starts_with(&prefix) || Key::new(&self.manifest_key).is_err() {
+            return Some(format!("manifest_key {:?} is not under {prefix}", self.manifest_key));
+        }
+        if self.manifest_len > MANIFEST_LEN_MAX as u64 {
+            return Some(format!("manifest_len {} is over {MANIFEST_LEN_MAX}", self.manifest_len));
+        }
+        None
+    }
+}
+
+/// A job's log cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LogError {
+    /// The store failed.
+    #[error("cannot read the log of job {job}")]
+    Store {
+        /// The job.
+        job: String,
+        /// Why.
+        #[source]
+        source: StoreError,
+    },
+    /// An entry is missing between others. Entries are never deleted, so the store hides one or somebody removed it (a lifecycle rule, perhaps); nothing that
+    /// the rest says can be relied on.
+    #[error("the log of job {job} has a gap: {missing} is missing but {present} stands there; exclude log/ from lifecycle rules")]
+    Gap {
+        /// The job.
+        job: String,
+        /// Key of the missing entry.
+        missing: String,
+        /// Key of a later one.
+        present: String,
+    },
+    /// The log is full, or a generation was asked for that cannot be.
+    #[error("generation {generation} of job {job} is not between 1 and {GENERATION_MAX}")]
+    Generation {
+        /// The job.
+        job: String,
+        /// The generation.
+        generation: u64,
+    },
+    /// Job and generation make no key.
+    #[error("the log of job {job} has no place in the store")]
+    Key {
+        /// The job.
+        job: String,
+        /// Why.
+        #[source]
+        source: BadKey,
+    },
+}
+
+/// An image was not committed, or it is not known whether it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommitError {
+    /// Another writer has the job, or the attempt was given up. The image does not exist.
+    #[error("fenced: in slot {generation} of the log of job {job}, {what}")]
+    Fenced {
+        /// The job.
+        job: String,
+        /// The slot that says so.
+        generation: u64,
+        /// What stands there.
+        what: String,
+    },
+    /// The store did not answer. The image may exist.
+    #[error("it is not known whether slot {generation} of the log of job {job} was taken; ask `ckptstream list` later")]
+    Unreachable {
+        /// The job.
+        job: String,
+        /// The slot that was aimed at.
+        generation: u64,
+        /// Why.
+        #[source]
+        source: StoreError,
+    },
+    /// The store refused the entry. The image does not exist.
+    #[error("the store refuses slot {generation} of the log of job {job}")]
+    Refused {
+        /// The job.
+        job: String,
+        /// The slot that was aimed at.
+        generation: u64,
+        /// Why.
+        #[source]
+        source: StoreError,
+    },
+    /// The entry cannot be written as it is. The image does not exist.
+    #[error("the log entry for job {job} is unfit: {what}")]
+    Unfit {
+        /// The job.
+        job: String,
+        /// Why.
+        what: String,
+    },
+}
+
+/// A job's log as it was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobLog {
+    /// Slot 1 first, without gaps.
+    entries: Vec<Entry>,
+}
+
+impl JobLog {
+    /// Reads the log of a job, up to its first free slot. A job without a log has an empty one.
+    ///
+    /// # Errors
+    /// When the store fails, or shows a gap.
+    pub async fn read(store: &dyn Store, job: &JobName) -> Result<Self, LogError> {
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut width = BATCH.0;
+        let mut gap_reads = 0;
+        loop {
+            let first = entries.len() as u64 + 1;
+            let slots = (first..first + width).map(|generation| read_slot(store, job, generation));
+            let batch = future::try_join_all(slots).await?;
+            let taken = batch.iter().take_while(|entry| entry.is_some()).count();
+            let later = batch[taken..].iter().position(Option::is_some);
+            if let (Some(later), 0) = (later, taken) {
+                gap_reads += 1;
+                if gap_reads > GAP_READS {
+                    return Err(LogError::Gap {
+                        job: job.to_string(),
+                        missing: slot_key(job, first)?.to_string(),
+                        present: slot_key(job, first + later as u64)?.to_string(),
+                    });
+                }
+            }
+            let whole = taken == batch.len();
+            entries.extend(batch.into_iter().flatten().take(taken));
+            if whole {
+                width = (width * 2).min(BATCH.1);
+            } else if later.is_none() {
+                return Ok(Self { entries });
+            }
+        }
+    }
+
+    /// Generations and entries, oldest first.
+    pub fn entries(&self) -> impl DoubleEndedIterator<Item = (u64, &Entry)> {
+        (1..).zip(self.entries.iter()).collect::<Vec<_>>().into_iter()
+    }
+
+    /// The first free slot at the time of reading.
+    pub fn next_slot(&self) -> u64 {
+        self.entries.len() as u64 + 1
+    }
+
+    /// The entry of a generation.
+    pub fn get(&self, generation: u64) -> Option<&Entry> {
+        let index = usize::try_from(generation.checked_sub(1)?).ok()?;
+        self.entries.get(index)
+    }
+
+    /// Generations and entries of the images that are neither `bad` nor `dropped`, newest first.
+    pub fn images(&self) -> Vec<(u64, &ImageEntry)> {
+        let bad: HashSet<u64> = self
+            .entries
+            .iter()
+            .filter_map(|entry| match entry {
+                Entry::Bad { generation, .. } => Some(*generation),
+                _ => None,
+            })
+            .collect();
+        let usable = self.entries().rev().filter_map(|(generation, entry)| match entry {
+            Entry::Image(image) => Some((generation, image)),
+            _ => None,
+        });
+        usable
+            .filter(|(generation, image)| {
+                !bad.contains(generation) && !self.is_dropped(&image.attempt)
+            })
+            .collect()
+    }
+
+    /// The attempt was given up: its data may be gone.
+    pub fn is_dropped(&self, attempt: &str) -> bool {
+        self.entries
+            .iter()
+            .any(|entry| matches!(entry, Entry::Dropped { attempt: dropped, .. } if dropped == attempt))
+    }
+
+    /// The last entry says that the job ended by itself.
+    pub fn is_finished(&self) -> bool {
+        matches!(self.entries.last(), Some(Entry::Finished { .. }))
+    }
+}
+
+/// Commits an image: creates its entry in the first slot from `from_slot` on that is free, and returns the generation. `from_slot` is the slot after
+/// the last one that this writer has read or written.
+///
+/// Cancel-safe like a lost answer: a dropped future may or may not have committed.
+///
+/// # Errors
+/// [`CommitError`] says whether the image exists.
+pub async fn append_image(
+    store: &dyn Store,
+    job: &JobName,
+    from_slot: u64,
+    image: &ImageEntry,
+) -> Result<u64, CommitError> {
+    let unfit = |what: String| CommitError::Unfit {
+        job: job.to_string(),
+        what,
+    };
+    if let Some(flaw) = image.flaw() {
+        return Err(unfit(flaw));
+    }
+    let body = Entry::Image(image.clone()).encode().map_err(|error| unfit(error.to_string()))?;
+    if body.len() > ENTRY_LEN_MAX {
+        return Err(unfit(format!("{} bytes, at most {ENTRY_LEN_MAX}", body.len())));
+    }
+    let mut generation = from_slot;
+    loop {
+        let failed = |source: StoreError| {
+            let job = job.to_string();
+            if source.is_outcome_unknown() {
+                CommitError::Unreachable {
+                    job,
+                    generation,
+                    source,
+                }
+            } else {
+                CommitError::Refused {
+                    job,
+                    generation,
+                    source,
+                }
+            }
+        };
+        let key = slot_key(job, generation).map_err(|error| unfit(error.to_string()))?;
+        match store.put_if_absent(&key, body.clone()).await.map_err(failed)? {
+            PutOutcome::Created => return Ok(generation),
+            PutOutcome::AlreadyExists => {}
+        }
+        let there = match read_slot(store, job, generation).await {
+            Ok(Some(entry)) => entry,
+            // It stood there a moment ago. Whether it is ours is not known.
+            Ok(None) => {
+                return Err(failed(StoreError::Transient {
+                    operation: "GetObject",
+                    key: key.to_string(),
+                    what: "the store says that the entry exists but does not show it".to_owned(),
+                    source: None,
+                }));
+            }
+            Err(LogError::Store { source, .. }) => {
+                let job = job.to_string();
+                return Err(CommitError::Unreachable {
+                    job,
+                    generation,
+                    source,
+                });
+            }
+            Err(error) => return Err(unfit(error.to_string())),
+        };
+        let fenced = match &there {
+            Entry::Image(theirs) if theirs.attempt == image.attempt => return Ok(generation),
+            Entry::Open { writer } => *writer != image.writer,
+            Entry::Dropped { attempt, .. } => *attempt == image.attempt,
+            _ => false,
+        };
+        if fenced {
+            return Err(CommitError::Fenced {
+                job: job.to_string(),
+                generation,
+                what: there.describe(),
+            });
+        }
+        generation += 1;
+    }
+}
+
+fn slot_key(job: &JobName, generation: u64) -> Result<Key, LogError> {
+    if !(1..=GENERATION_MAX).contains(&generation) {
+        let job = job.to_string();
+        return Err(LogError::Generation { job, generation });
+    }
+    Key::of_job(job, &format!("log/{generation:08}.json")).map_err(|source| LogError::Key {
+        job: job.to_string(),
+        source,
+    })
+}
+
+async fn read_slot(
+    store: &dyn Store,
+    job: &JobName,
+    generation: u64,
+) -> Result<Option<Entry>, LogError> {
+    let key = slot_key(job, generation)?;
+    match store.get(&key, ENTRY_LEN_MAX).await {
+        Ok(bytes) => Ok(bytes.map(|bytes| Entry::decode(&bytes))),
+        Err(StoreError::Mismatch { what, .. }) => Ok(Some(Entry::Damaged { what })),
+        Err(source) => Err(LogError::Store {
+            job: job.to_string(),
+            source,
+        }),
+    }
+}

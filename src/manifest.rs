@@ -1,0 +1,731 @@
+//! What an image consists of, as it stands in the store.
+//!
+//! In (out of the store): bytes that nobody vouches for. Out: a [`Manifest`] and its [`FrameTable`]s in which every number has been checked against every
+//! other and against constants, so that whoever reads them may allocate and index by them. The other way, the same types are written. Knows no I/O.
+//!
+//! ```text
+//! <job>/data/<attempt>/attempt.json     AttemptClaim: claims the prefix before the first upload
+//! <job>/data/<attempt>/manifest.json    Manifest: processes, devices, extents; per extent the key, length and checksum of its object, and
+//!                                       the key, length and digest of its frame table. Ends with a digest of itself
+//! <job>/data/<attempt>/….json           FrameTable: per frame its stored length, kind and digest of the raw bytes
+//! <job>/data/<attempt>/….zst            the object: the extent's frames in order, then the seek table
+//! ```
+//!
+//! Order of checks: length cap, digest, format version, required features, then the fields. `docs/format.md` is the prose twin with every field.
+//!
+//! Version history: 1 – first version.
+//!
+//! What can fail: reading ([`ManifestError`]): damage, another format, or a rule that does not hold.
+
+mod frame_table;
+#[cfg(test)]
+mod golden;
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::codec::frame::{CHUNK_LEN_MAX, CHUNK_LEN_MIN};
+use crate::codec::{Crc64, Digest, frame_bound, seek_table};
+use crate::driver::GpuUuid;
+
+pub use frame_table::{FRAME_COUNT_MAX, FrameEntry, FrameTable, TABLE_LEN_MAX};
+
+/// Version of the format that this build writes, and the only one so far that it reads.
+pub const FORMAT: u32 = 1;
+
+/// Most bytes of a manifest, 1 MiB.
+pub const MANIFEST_LEN_MAX: usize = 1 << 20;
+
+/// Most bytes of an attempt's claim, 64 KiB.
+pub const CLAIM_LEN_MAX: usize = 64 << 10;
+
+/// Required features that this build knows. A later version names here what an older reader must not ignore (byte planes, for instance).
+const KNOWN_FEATURES: &[&str] = &[];
+
+/// What is in an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageKind {
+    /// GPU memory only: goes back into the process that the attempt suspended, or into one that comes up suspended on purpose.
+    Gpu,
+    /// GPU memory and the whole process tree.
+    Whole,
+}
+
+impl fmt::Display for ImageKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ImageKind::Gpu => "gpu",
+            ImageKind::Whole => "whole",
+        })
+    }
+}
+
+/// How the GPU memory was got at. A restore follows it, whatever the config says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CaptureMode {
+    /// Through the driver's custom storage: one object per extent.
+    CustomStorage,
+    /// Through host memory and CRIU's images.
+    Staged,
+}
+
+/// An image's list of contents.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// Features that a reader must know to read the image rightly; version 1 has none.
+    pub features: Vec<String>,
+    /// Who wrote it, for instance `ckptstream 0.1.0`. A label.
+    pub tool: String,
+    /// The job that the image belongs to.
+    pub job: String,
+    /// What is in it.
+    pub kind: ImageKind,
+    /// The attempt's nonce, 32 lower-case hex digits; all objects lie under `data/<attempt>/`.
+    pub attempt: String,
+    /// When the manifest was written, in milliseconds since 1970 by the writer's clock. A label: nothing is ordered by it.
+    pub created_ms: u64,
+    /// How the GPU memory was got at.
+    pub capture: Capture,
+    /// Where the processes ran.
+    pub host: Host,
+    /// The saved processes, at least one.
+    pub processes: Vec<ProcessRecord>,
+}
+
+/// How the GPU memory was got at, and by which driver.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capture {
+    /// The way.
+    pub mode: CaptureMode,
+    /// Version of the kernel driver, for instance `580.159`; `null` when the driver does not say.
+    #[serde(deserialize_with = "required_option")]
+    pub driver_version: Option<String>,
+    /// The driver's API version, 1000 × major + 10 × minor: 13040 is 13.4.
+    pub driver_api: u32,
+}
+
+/// The node that the processes ran on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Host name. A label.
+    pub name: String,
+    /// `/proc/sys/kernel/random/boot_id`: together with pid and start time it names a process for good.
+    pub boot_id: String,
+}
+
+/// One saved process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessRecord {
+    /// Pid as the saver saw it, above 0.
+    pub pid: u32,
+    /// When the process started, in clock ticks since boot (field 22 of `/proc/PID/stat`).
+    pub start_time: u64,
+    /// Its pids from the saver's namespace inward (`NSpid` of `/proc/PID/status`), at most 32; empty when not known.
+    pub ns_pids: Vec<u32>,
+    /// Command name (`/proc/PID/comm`). A label.
+    pub name: String,
+    /// Every GPU that the process used, also those that held no data.
+    pub devices: Vec<DeviceRecord>,
+    /// One per GPU that held data; none is legal.
+    pub extents: Vec<ExtentRecord>,
+}
+
+/// One GPU of a process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceRecord {
+    /// `GPU-8-4-4-4-12` in lower-case hex digits, as `nvidia-smi -L` prints it.
+    pub uuid: String,
+    /// Product name. A label.
+    pub name: String,
+    /// Chip type; a restore needs the same one. Compute capability, for instance `9.0`.
+    pub chip: String,
+    /// Total memory in bytes, above 0.
+    pub memory_len: u64,
+    /// PCI id, for instance `00000000:3b:00.0`. A label.
+    pub pci: String,
+    /// Device ordinal in the saver. A label.
+    pub ordinal: u32,
+}
+
+/// One contiguous device range that the driver gave, and where its bytes are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExtentRecord {
+    /// UUID of its GPU, one of the process's devices.
+    pub device: String,
+    /// Length in bytes, above 0.
+    pub raw_len: u64,
+    /// Bytes of raw data per frame, a power of two from 1 MiB to 64 MiB; the last frame may hold less.
+    pub chunk_len: u64,
+    /// The frames.
+    pub object: ObjectRecord,
+    /// What each frame must be.
+    pub table: TableRecord,
+}
+
+/// A data object in the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ObjectRecord {
+    /// Key relative to the job.
+    pub key: String,
+    /// Length in bytes: all frames and the seek table.
+    pub len: u64,
+    /// CRC64NVME of the whole object.
+    #[serde(rename = "crc64nvme")]
+    pub crc64: Crc64,
+}
+
+/// A frame table in the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TableRecord {
+    /// Key relative to the job.
+    pub key: String,
+    /// Length in bytes.
+    pub len: u64,
+    /// XXH3-128 of the whole table.
+    #[serde(rename = "xxh3_128")]
+    pub digest: Digest,
+}
+
+/// Bytes from the store are not a manifest, frame table or claim that may be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// Longer than the format allows; nothing of it was read.
+    #[error("{what} of {len} bytes; at most {max} are allowed")]
+    TooLong {
+        /// Which file.
+        what: &'static str,
+        /// Its length in bytes.
+        len: u64,
+        /// The cap in bytes.
+        max: u64,
+    },
+    /// The file does not end with a digest of itself, so it was cut off or is something else.
+    #[error("manifest does not end with a digest of itself; it was cut off or is no manifest")]
+    NoDigest,
+    /// The bytes are not the ones that were written.
+    #[error("{what} has digest {found}; expected {expected}")]
+    Digest {
+        /// Which file.
+        what: &'static str,
+        /// Digest of the bytes.
+        found: Digest,
+        /// Digest that was promised.
+        expected: Digest,
+    },
+    /// Not the JSON that the format describes.
+    #[error("{what} is not well formed")]
+    Malformed {
+        /// Which file.
+        what: &'static str,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// Written by a newer tool.
+    #[error("{what} has format {found}; this version of ckptstream reads format {FORMAT}")]
+    Format {
+        /// Which file.
+        what: &'static str,
+        /// Its format version.
+        found: u32,
+    },
+    /// The image cannot be read rightly without knowing this feature.
+    #[error("{what} needs the feature {name:?}, which this version of ckptstream does not know")]
+    UnknownFeature {
+        /// Which file.
+        what: &'static str,
+        /// The feature's name.
+        name: String,
+    },
+    /// A field breaks a rule of the format.
+    #[error("{field} is {value}; {rule}")]
+    Rule {
+        /// Path of the field, for instance `processes[0].extents[1].raw_len`.
+        field: String,
+        /// What it holds.
+        value: String,
+        /// What must hold.
+        rule: &'static str,
+    },
+}
+
+const MANIFEST: &str = "manifest";
+const CLAIM: &str = "attempt claim";
+
+/// The last member, up to its value. Everything before its first quote is what the digest covers. The same in every format version.
+const TRAILER_START: &[u8] = b"\"self_xxh3_128\": \"";
+const TRAILER_END: &[u8] = b"\"\n}\n";
+
+/// Digest of a whole file: what the log entry holds of the manifest, and the manifest of a table.
+pub fn digest_of(bytes: &[u8]) -> Digest {
+    Digest::of(bytes)
+}
+
+/// Key, relative to the job, of an attempt's manifest.
+pub fn manifest_key(attempt: &str) -> String {
+    format!("data/{attempt}/manifest.json")
+}
+
+/// Key, relative to the job, of an attempt's claim.
+pub fn claim_key(attempt: &str) -> String {
+    format!("data/{attempt}/attempt.json")
+}
+
+impl Manifest {
+    /// The bytes to store: indented JSON that ends with the digest of itself.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec_pretty(self)
+            .expect("text, numbers and lists are always representable as JSON");
+        bytes.truncate(bytes.len() - b"\n}".len());
+        bytes.extend_from_slice(b",\n  ");
+        let digest = Digest::of(&bytes).to_string();
+        bytes.extend_from_slice(TRAILER_START);
+        bytes.extend_from_slice(digest.as_bytes());
+        bytes.extend_from_slice(TRAILER_END);
+        bytes
+    }
+
+    /// Reads the bytes of `data/<attempt>/manifest.json` of this job. Nothing is parsed before the digest of the bytes is right.
+    ///
+    /// # Errors
+    /// When the bytes are too long, damaged, of another format, need an unknown feature, or break a rule of the format, belonging to another job or
+    /// attempt among them.
+    pub fn decode_and_verify(
+        bytes: &[u8],
+        job: &str,
+        attempt: &str,
+    ) -> Result<Manifest, ManifestError> {
+        check_len(MANIFEST, bytes.len(), MANIFEST_LEN_MAX)?;
+        check_own_digest(bytes)?;
+        check_version(MANIFEST, bytes)?;
+        let manifest: Manifest = parse(MANIFEST, bytes)?;
+        manifest.verify(job, attempt)?;
+        Ok(manifest)
+    }
+
+    /// Raw bytes of all extents.
+    pub fn raw_len(&self) -> u64 {
+        self.extents().map(|extent| extent.raw_len).sum()
+    }
+
+    /// Stored bytes of all data objects.
+    pub fn stored_len(&self) -> u64 {
+        self.extents().map(|extent| extent.object.len).sum()
+    }
+
+    /// Every extent, process by process.
+    pub fn extents(&self) -> impl Iterator<Item = &ExtentRecord> {
+        self.processes.iter().flat_map(|process| &process.extents)
+    }
+
+    fn verify(&self, job: &str, attempt: &str) -> Result<(), ManifestError> {
+        let expect = |field: &str, found: &str, expected: &str, rule| {
+            ensure(found == expected, || field.to_owned(), &found, rule)
+        };
+        expect("job", &self.job, job, "it must be the job it was read from")?;
+        expect(
+            "attempt",
+            &self.attempt,
+            attempt,
+            "it must be the attempt it was read from",
+        )?;
+        ensure(
+            is_nonce(&self.attempt),
+            || "attempt".to_owned(),
+            &self.attempt,
+            "it must be 32 lower-case hex digits",
+        )?;
+        let labels = [
+            ("tool", self.tool.as_str()),
+            (
+                "capture.driver_version",
+                self.capture.driver_version.as_deref().unwrap_or("none"),
+            ),
+            ("host.name", &self.host.name),
+            ("host.boot_id", &self.host.boot_id),
+        ];
+        for (field, text) in labels {
+            check_label(|| field.to_owned(), text)?;
+        }
+        ensure(
+            !self.processes.is_empty(),
+            || "processes".to_owned(),
+            &"empty",
+            "an image holds at least one process",
+        )?;
+
+        let mut pids = HashSet::new();
+        let mut keys = HashSet::from([manifest_key(attempt), claim_key(attempt)]);
+        let mut raw_len = 0u64;
+        let mut stored_len = 0u64;
+        for (index, process) in self.processes.iter().enumerate() {
+            let field = |name: &str| format!("processes[{index}].{name}");
+            process.verify(&field)?;
+            ensure(
+                pids.insert(process.pid),
+                || field("pid"),
+                &process.pid,
+                "each process stands in the list once",
+            )?;
+            for (index, extent) in process.extents.iter().enumerate() {
+                let field = |name: &str| field(&format!("extents[{index}].{name}"));
+                extent.verify(attempt, &field)?;
+                for (name, key) in [
+                    ("object.key", &extent.object.key),
+                    ("table.key", &extent.table.key),
+                ] {
+                    ensure(
+                        keys.insert(key.clone()),
+                        || field(name),
+                        key,
+                        "each key stands in the manifest once",
+                    )?;
+                }
+                let sums = raw_len
+                    .checked_add(extent.raw_len)
+                    .zip(stored_len.checked_add(extent.object.len));
+                (raw_len, stored_len) = sums.ok_or_else(|| {
+                    rule(
+                        field("raw_len"),
+                        &extent.raw_len,
+                        "an image's length must fit 64 bits",
+                    )
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ProcessRecord {
+    fn verify(&self, field: &dyn Fn(&str) -> String) -> Result<(), ManifestError> {
+        /// Linux nests pid namespaces at most this deep.
+        const NAMESPACE_DEPTH_MAX: usize = 32;
+
+        ensure(self.pid > 0, || field("pid"), &self.pid, "a pid is above 0")?;
+        ensure(
+            self.ns_pids.len() <= NAMESPACE_DEPTH_MAX && self.ns_pids.iter().all(|pid| *pid > 0),
+            || field("ns_pids"),
+            &format_args!("{:?}", self.ns_pids),
+            "it must be at most 32 pids above 0",
+        )?;
+        check_label(|| field("name"), &self.name)?;
+
+        let mut uuids = HashSet::new();
+        for (index, device) in self.devices.iter().enumerate() {
+            let field = |name: &str| field(&format!("devices[{index}].{name}"));
+            let is_canonical = device
+                .uuid
+                .parse::<GpuUuid>()
+                .is_ok_and(|uuid| uuid.to_string() == device.uuid);
+            ensure(
+                is_canonical,
+                || field("uuid"),
+                &Quoted(&device.uuid),
+                "it must be a UUID like GPU-8-4-4-4-12 lower-case hex digits",
+            )?;
+            ensure(
+                uuids.insert(&device.uuid),
+                || field("uuid"),
+                &device.uuid,
+                "each GPU stands in a process's list once",
+            )?;
+            ensure(
+                device.memory_len > 0,
+                || field("memory_len"),
+                &device.memory_len,
+                "a GPU has memory",
+            )?;
+            for (name, text) in [
+                ("name", &device.name),
+                ("chip", &device.chip),
+                ("pci", &device.pci),
+            ] {
+                check_label(|| field(name), text)?;
+            }
+        }
+        for (index, extent) in self.extents.iter().enumerate() {
+            // Taking it out also refuses a second extent of the same GPU.
+            ensure(
+                uuids.remove(&extent.device),
+                || field(&format!("extents[{index}].device")),
+                &Quoted(&extent.device),
+                "it must be one of the process's devices, and each has one extent at most",
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl ExtentRecord {
+    /// Frames of this extent, once it is verified.
+    pub fn frame_count(&self) -> u64 {
+        self.raw_len.div_ceil(self.chunk_len)
+    }
+
+    fn verify(&self, attempt: &str, field: &dyn Fn(&str) -> String) -> Result<(), ManifestError> {
+        ensure(
+            self.raw_len > 0,
+            || field("raw_len"),
+            &self.raw_len,
+            "an extent holds data",
+        )?;
+        ensure(
+            self.chunk_len.is_power_of_two()
+                && (CHUNK_LEN_MIN..=CHUNK_LEN_MAX).contains(&self.chunk_len),
+            || field("chunk_len"),
+            &self.chunk_len,
+            "it must be a power of two from 1 MiB to 64 MiB",
+        )?;
+        ensure(
+            self.frame_count() <= FRAME_COUNT_MAX,
+            || field("raw_len"),
+            &self.raw_len,
+            "a frame table cannot list so many frames",
+        )?;
+        ensure(
+            self.object.len <= object_len_max(self.raw_len, self.chunk_len),
+            || field("object.len"),
+            &self.object.len,
+            "raw frames and the seek table would be shorter",
+        )?;
+        ensure(
+            self.table.len <= TABLE_LEN_MAX as u64,
+            || field("table.len"),
+            &self.table.len,
+            "a frame table is at most 16 MiB long",
+        )?;
+        for (name, key) in [
+            ("object.key", &self.object.key),
+            ("table.key", &self.table.key),
+        ] {
+            ensure(
+                is_key_of(attempt, key),
+                || field(name),
+                &Quoted(key),
+                "it must lie under data/<attempt>/, be at most 512 bytes of [A-Za-z0-9._-] and /, and have no empty or dot segments",
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Most bytes of an object that holds `raw_len` bytes in frames of `chunk_len`: all frames raw, and the seek table. Saturates at the top.
+pub fn object_len_max(raw_len: u64, chunk_len: u64) -> u64 {
+    let frame_max = |len: u64| usize::try_from(len).map_or(u64::MAX, |len| frame_bound(len) as u64);
+    let whole_count = raw_len / chunk_len;
+    let rest = raw_len % chunk_len;
+    let rest_max = if rest == 0 { 0 } else { frame_max(rest) };
+    whole_count
+        .saturating_mul(frame_max(chunk_len))
+        .saturating_add(rest_max)
+        .saturating_add(seek_table::encoded_len(raw_len.div_ceil(chunk_len)))
+}
+
+/// Says who writes under a prefix, before the first upload under it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttemptClaim {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// The job.
+    pub job: String,
+    /// The attempt's nonce, 32 lower-case hex digits.
+    pub attempt: String,
+    /// Who writes, for instance `ckptstream 0.1.0`. A label.
+    pub tool: String,
+    /// Host name of the writer. A label.
+    pub host: String,
+    /// Pid of the writer. A label.
+    pub pid: u32,
+    /// When, in milliseconds since 1970 by the writer's clock. A label.
+    pub created_ms: u64,
+}
+
+impl AttemptClaim {
+    /// The bytes to store.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec_pretty(self)
+            .expect("text and numbers are always representable as JSON");
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// Reads a claim. It carries no digest: it is small, names nothing that is then read, and only tells a human who was at work.
+    ///
+    /// # Errors
+    /// When the bytes are too long, not a claim, of another format, or break a rule.
+    pub fn decode(bytes: &[u8]) -> Result<AttemptClaim, ManifestError> {
+        check_len(CLAIM, bytes.len(), CLAIM_LEN_MAX)?;
+        let claim: AttemptClaim = parse(CLAIM, bytes)?;
+        if claim.format != FORMAT {
+            return Err(ManifestError::Format {
+                what: CLAIM,
+                found: claim.format,
+            });
+        }
+        ensure(
+            is_nonce(&claim.attempt),
+            || "attempt".to_owned(),
+            &Quoted(&claim.attempt),
+            "it must be 32 lower-case hex digits",
+        )?;
+        for (field, text) in [
+            ("job", &claim.job),
+            ("tool", &claim.tool),
+            ("host", &claim.host),
+        ] {
+            check_label(|| field.to_owned(), text)?;
+        }
+        Ok(claim)
+    }
+}
+
+fn check_len(what: &'static str, len: usize, max: usize) -> Result<(), ManifestError> {
+    if len > max {
+        return Err(ManifestError::TooLong {
+            what,
+            len: len as u64,
+            max: max as u64,
+        });
+    }
+    Ok(())
+}
+
+/// Compares the digest at the end with the bytes before its member. The place is exact to the byte, so that no byte of the file is without a check.
+fn check_own_digest(bytes: &[u8]) -> Result<(), ManifestError> {
+    let stated = bytes
+        .strip_suffix(TRAILER_END)
+        .and_then(|rest| rest.split_last_chunk::<{ Digest::TEXT_LEN }>())
+        .and_then(|(rest, digits)| Some((rest.strip_suffix(TRAILER_START)?, digits)))
+        .and_then(|(covered, digits)| {
+            let digest: Digest = std::str::from_utf8(digits).ok()?.parse().ok()?;
+            Some((covered, digest))
+        });
+    let (covered, expected) = stated.ok_or(ManifestError::NoDigest)?;
+    let found = Digest::of(covered);
+    if found != expected {
+        return Err(ManifestError::Digest {
+            what: MANIFEST,
+            found,
+            expected,
+        });
+    }
+    Ok(())
+}
+
+/// Looks at version and features alone: in another version the other fields may be other ones.
+fn check_version(what: &'static str, bytes: &[u8]) -> Result<(), ManifestError> {
+    #[derive(Deserialize)]
+    struct Version {
+        format: u32,
+    }
+    #[derive(Deserialize)]
+    struct Features {
+        features: Vec<String>,
+    }
+
+    let Version { format } = parse(what, bytes)?;
+    if format != FORMAT {
+        return Err(ManifestError::Format {
+            what,
+            found: format,
+        });
+    }
+    let Features { features } = parse(what, bytes)?;
+    let unknown = features
+        .into_iter()
+        .find(|name| !KNOWN_FEATURES.contains(&name.as_str()));
+    unknown.map_or(Ok(()), |name| {
+        Err(ManifestError::UnknownFeature { what, name })
+    })
+}
+
+fn parse<'a, T: Deserialize<'a>>(what: &'static str, bytes: &'a [u8]) -> Result<T, ManifestError> {
+    serde_json::from_slice(bytes).map_err(|source| ManifestError::Malformed { what, source })
+}
+
+/// An `Option` that must stand in the file, as `null` if there is none: an absent field must not quietly mean something.
+fn required_option<'de, D, T>(deserializer: D) -> Result<Option<T>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    Option::deserialize(deserializer)
+}
+
+/// Text from a file, printed so that it cannot play tricks on a terminal.
+struct Quoted<'a>(&'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        /// Long enough for every legal text, short enough for a log line.
+        const CHARS_MAX: usize = 300;
+        let shown: String = self.0.chars().take(CHARS_MAX).collect();
+        let more = if shown.len() < self.0.len() {
+            "…"
+        } else {
+            ""
+        };
+        write!(f, "{shown:?}{more}")
+    }
+}
+
+fn rule(field: String, value: &dyn fmt::Display, rule: &'static str) -> ManifestError {
+    ManifestError::Rule {
+        field,
+        value: value.to_string(),
+        rule,
+    }
+}
+
+fn ensure(
+    holds: bool,
+    field: impl FnOnce() -> String,
+    value: &dyn fmt::Display,
+    rule_text: &'static str,
+) -> Result<(), ManifestError> {
+    if holds {
+        Ok(())
+    } else {
+        Err(rule(field(), value, rule_text))
+    }
+}
+
+/// Texts for humans: bounded, and without characters that would confuse a terminal.
+fn check_label(field: impl FnOnce() -> String, text: &str) -> Result<(), ManifestError> {
+    const LABEL_LEN_MAX: usize = 256;
+    ensure(
+        text.len() <= LABEL_LEN_MAX && !text.chars().any(char::is_control),
+        field,
+        &Quoted(text),
+        "it must be at most 256 bytes without control characters",
+    )
+}
+
+fn is_nonce(text: &str) -> bool {
+    text.parse::<Digest>().is_ok()
+}
+
+fn is_key_of(attempt: &str, key: &str) -> bool {
+    const KEY_LEN_MAX: usize = 512;
+    let is_segment = |segment: &str| {
+        !segment.is_empty()
+            && !matches!(segment, "." | "..")
+            && segment
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'))
+    };
+    let relative = key
+        .strip_prefix("data/")
+        .and_then(|rest| rest.strip_prefix(attempt))
+        .and_then(|rest| rest.strip_prefix('/'));
+    key.len() <= KEY_LEN_MAX && relative.is_some_and(|rest| rest.split('/').all(is_segment))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,504 @@
+//! Pure arithmetic: extents to chunks, frames to fetches, memory to buffers. No I/O, no threads.
+//!
+//! A save is planned before Lock, from each GPU's total memory, because after BEGIN nothing may be allocated and nothing may turn out not to fit: the part
+//! length is chosen from the worst case (no chunk compresses), so that an object can never need more than 10,000 parts, and every buffer that the pipeline
+//! will use is counted against the memory budget. A restore is planned from the manifest and the frame tables before the driver is asked.
+//!
+//! In: byte counts and settings. Out: [`SavePlan`], [`LoadPlan`], [`Chunks`], [`FetchGroup`]s. What can fail: [`PlanError`], which names the value, the least or
+//! greatest one that works, and the key.
+//!
+//! # Memory of a plan
+//!
+//! ```text
+//! save     gpus × ring_chunks × chunk_len + frame_buffers × frame_len_max + part_buffers × part_len + threads × context_bytes + table_bytes
+//! restore  Σ ring_chunks × chunk_len      + fetch_buffers × fetch_len_max                           + threads × context_bytes + table_bytes
+//! ```
+//!
+//! The least plan keeps everything moving (two chunks per GPU, so that copy and compression overlap; one frame per thread and one being packed; one part per GPU
+//! being filled and one under way). What the budget allows beyond it is dealt out in turns: a part, a chunk per GPU, a frame.
+
+use std::ops::Range;
+
+use crate::codec::Decoder;
+use crate::codec::frame::{CHUNK_LEN_MAX, CHUNK_LEN_MIN};
+use crate::codec::frame_bound;
+use crate::manifest::{FRAME_COUNT_MAX, object_len_max};
+
+const MIB: u64 = 1 << 20;
+
+/// S3's limit on the parts of one upload.
+pub const PART_COUNT_MAX: u64 = 10_000;
+/// S3's least length of every part but the last, 5 MiB.
+pub const PART_LEN_MIN: u64 = 5 * MIB;
+/// S3's greatest part length, 5 GiB.
+pub const PART_LEN_MAX: u64 = 5 << 30;
+
+/// Default part length unless the GPU is too large for it: enough for a connection to reach its speed.
+const PART_LEN_DEFAULT: u64 = 16 * MIB;
+/// Parts that a default length aims at, below [`PART_COUNT_MAX`] so that frame headers and seek table fit too.
+const PART_COUNT_DEFAULT: u64 = 9_000;
+const CHUNK_LEN_DEFAULT: u64 = 4 * MIB;
+/// Default chunk length for GPUs above [`LARGE_GPU_BYTES`]: fewer frames to list.
+const CHUNK_LEN_LARGE: u64 = 16 * MIB;
+const LARGE_GPU_BYTES: u64 = 32 << 30;
+/// More than this many chunks in flight per GPU only hides what the next stage cannot do.
+const RING_CHUNKS_MAX: usize = 8;
+/// Two: one is copied while the other is compressed.
+const RING_CHUNKS_MIN: usize = 2;
+/// Memory of one frame in a table while it is built and encoded: 21 bytes as columns, at most 42 as JSON, and the growth of neither.
+const TABLE_BYTES_PER_FRAME: u64 = 80;
+/// Default bytes of one ranged read.
+const FETCH_LEN_DEFAULT: u64 = 16 * MIB;
+
+/// An extent cut into chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunks {
+    extent_len: u64,
+    chunk_len: u64,
+}
+
+impl Chunks {
+    /// Chunks of `chunk_len` bytes, the last one perhaps shorter. An empty extent has none.
+    ///
+    /// # Panics
+    /// When `chunk_len` is 0.
+    pub fn new(extent_len: u64, chunk_len: u64) -> Self {
+        assert!(chunk_len > 0, "a chunk holds at least one byte");
+        Self {
+            extent_len,
+            chunk_len,
+        }
+    }
+
+    /// How many.
+    pub fn count(&self) -> u64 {
+        self.extent_len.div_ceil(self.chunk_len)
+    }
+
+    /// Bytes of the extent that the chunk holds; empty from [`Chunks::count`] on.
+    pub fn range(&self, index: u64) -> Range<u64> {
+        let edge = |index: u64| index.saturating_mul(self.chunk_len).min(self.extent_len);
+        edge(index)..edge(index.saturating_add(1))
+    }
+}
+
+/// What the user and the node give for a save.
+#[derive(Debug, Clone)]
+pub struct SaveSettings {
+    /// `store.part_size` in bytes; `None` derives it.
+    pub part_size: Option<u64>,
+    /// `pipeline.chunk_size` in bytes; `None` derives it.
+    pub chunk_size: Option<u64>,
+    /// Bytes of host memory that may be used.
+    pub memory_budget: u64,
+    /// Whether the user set `pipeline.memory_budget`: a set one is a limit, a derived one is raised to what the least plan needs.
+    pub budget_is_set: bool,
+    /// Threads that compress, at least 1.
+    pub threads: u32,
+    /// Parts in flight at once, at least 1.
+    pub parallelism: u32,
+    /// Bytes that each compressing thread's context takes ([`Level::context_bytes`](crate::codec::Level::context_bytes)).
+    pub context_bytes: u64,
+}
+
+/// Every buffer of a save, and how an extent becomes parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SavePlan {
+    /// Bytes of raw data per chunk, the same for all GPUs.
+    pub chunk_len: u64,
+    /// Bytes of every part but an object's last.
+    pub part_len: u64,
+    /// Most bytes of a frame.
+    pub frame_len_max: usize,
+    /// Pinned chunk buffers per GPU, at least 2.
+    pub ring_chunks: usize,
+    /// Buffers of `frame_len_max` in the whole process, at least `threads` + 1.
+    pub frame_buffers: usize,
+    /// Buffers of `part_len` in the whole process, at least one per GPU and one more.
+    pub part_buffers: usize,
+    /// Threads that compress; fewer than asked for when the budget is small.
+    pub threads: u32,
+    /// Bytes for the frame tables of all GPUs.
+    pub table_bytes: u64,
+    /// Bytes of all of this together: at most the memory budget, if that was set.
+    pub total_bytes: u64,
+}
+
+/// What cannot be planned.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// A GPU's worst case does not fit 10,000 parts of the length that the user set.
+    #[error(
+        "store.part_size of {value} bytes cannot hold a GPU of {memory_len} bytes in {PART_COUNT_MAX} parts; it must be at least {least} bytes"
+    )]
+    PartSizeTooSmall {
+        /// The length set, in bytes.
+        value: u64,
+        /// The least length that works, in bytes.
+        least: u64,
+        /// Memory of the GPU that needs it, in bytes.
+        memory_len: u64,
+    },
+    /// A part length that no S3 store takes.
+    #[error("store.part_size of {value} bytes; S3 takes {PART_LEN_MIN} to {PART_LEN_MAX}")]
+    PartSize {
+        /// The length set, in bytes.
+        value: u64,
+    },
+    /// A chunk length that the image format does not have.
+    #[error(
+        "pipeline.chunk_size of {value} bytes; it must be a power of two from {CHUNK_LEN_MIN} to {CHUNK_LEN_MAX}"
+    )]
+    ChunkSize {
+        /// The length set, in bytes.
+        value: u64,
+    },
+    /// So many chunks that a frame table cannot list them.
+    #[error(
+        "pipeline.chunk_size of {value} bytes cuts a GPU of {memory_len} bytes into more than {FRAME_COUNT_MAX} chunks; it must be at least {least} bytes"
+    )]
+    ChunkSizeTooSmall {
+        /// The length set, in bytes.
+        value: u64,
+        /// The least length that works, in bytes.
+        least: u64,
+        /// Memory of the GPU that needs it, in bytes.
+        memory_len: u64,
+    },
+    /// More memory than one object of the format can hold.
+    #[error("a GPU of {memory_len} bytes does not fit one object of the image format")]
+    GpuTooLarge {
+        /// Memory of the GPU in bytes.
+        memory_len: u64,
+    },
+    /// The user's memory budget is below what the least plan needs.
+    #[error("pipeline.memory_budget of {set} bytes; this needs at least {least} bytes")]
+    BudgetTooSmall {
+        /// The budget set, in bytes.
+        set: u64,
+        /// What the least plan needs, in bytes.
+        least: u64,
+    },
+}
+
+/// Plans a save of GPUs with so much total memory each (bytes; every GPU that may hold data).
+///
+/// # Errors
+/// When a setting cannot hold the worst case; see [`PlanError`].
+pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan, PlanError> {
+    let largest = gpu_memory.iter().copied().max().unwrap_or(0);
+    let chunk_len = choose_chunk_len(largest, settings.chunk_size)?;
+    let part_len = choose_part_len(largest, chunk_len, settings.part_size)?;
+    let frame_len_max = usize::try_from(chunk_len)
+        .map(frame_bound)
+        .map_err(|_no_address_space| PlanError::ChunkSize { value: chunk_len })?;
+    let table_bytes = gpu_memory
+        .iter()
+        .map(|len| Chunks::new(*len, chunk_len).count() * TABLE_BYTES_PER_FRAME)
+        .fold(0, u64::saturating_add);
+
+    let gpus = gpu_memory.len();
+    let least = SavePlan {
+        chunk_len,
+        part_len,
+        frame_len_max,
+        ring_chunks: RING_CHUNKS_MIN,
+        frame_buffers: 0,
+        part_buffers: gpus + 1,
+        threads: 0,
+        table_bytes,
+        total_bytes: 0,
+    };
+    let total_of = |plan: &SavePlan| {
+        let ring = (gpus as u64).saturating_mul(product(plan.ring_chunks, chunk_len));
+        let frames = product(plan.frame_buffers, frame_len_max as u64);
+        let parts = product(plan.part_buffers, part_len);
+        let contexts = u64::from(plan.threads).saturating_mul(settings.context_bytes);
+        sum(&[ring, frames, parts, contexts, table_bytes])
+    };
+
+    let budget = Budget::of(settings.memory_budget, settings.budget_is_set);
+    let with_threads = |threads: u32| SavePlan {
+        threads,
+        frame_buffers: threads as usize + 1,
+        ..least.clone()
+    };
+    let threads =
+        budget.most_threads(settings.threads, |threads| total_of(&with_threads(threads)))?;
+    let mut plan = with_threads(threads);
+
+    let part_buffers_max = settings.parallelism as usize + gpus;
+    let frame_buffers_max = 2 * plan.threads as usize;
+    deal_out(
+        &mut plan,
+        budget.bytes,
+        &total_of,
+        &[
+            &|plan| grow(&mut plan.part_buffers, part_buffers_max),
+            &|plan| grow(&mut plan.ring_chunks, RING_CHUNKS_MAX),
+            &|plan| grow(&mut plan.frame_buffers, frame_buffers_max),
+        ],
+    );
+    plan.total_bytes = total_of(&plan);
+    Ok(plan)
+}
+
+fn choose_chunk_len(largest: u64, set: Option<u64>) -> Result<u64, PlanError> {
+    let fits = |chunk_len: u64| Chunks::new(largest, chunk_len).count() <= FRAME_COUNT_MAX;
+    let least = || {
+        let lens = CHUNK_LEN_MIN.trailing_zeros()..=CHUNK_LEN_MAX.trailing_zeros();
+        lens.map(|log| 1 << log)
+            .find(|len| fits(*len))
+            .ok_or(PlanError::GpuTooLarge {
+                memory_len: largest,
+            })
+    };
+    let Some(value) = set else {
+        let default = if largest > LARGE_GPU_BYTES {
+            CHUNK_LEN_LARGE
+        } else {
+            CHUNK_LEN_DEFAULT
+        };
+        return Ok(default.max(least()?));
+    };
+    if !value.is_power_of_two() || !(CHUNK_LEN_MIN..=CHUNK_LEN_MAX).contains(&value) {
+        return Err(PlanError::ChunkSize { value });
+    }
+    if !fits(value) {
+        return Err(PlanError::ChunkSizeTooSmall {
+            value,
+            least: least()?,
+            memory_len: largest,
+        });
+    }
+    Ok(value)
+}
+
+fn choose_part_len(largest: u64, chunk_len: u64, set: Option<u64>) -> Result<u64, PlanError> {
+    let whole_mib = |len: u64| len.div_ceil(MIB).saturating_mul(MIB);
+    let worst = object_len_max(largest, chunk_len);
+    let least = whole_mib(worst.div_ceil(PART_COUNT_MAX)).max(PART_LEN_MIN);
+    if least > PART_LEN_MAX {
+        return Err(PlanError::GpuTooLarge {
+            memory_len: largest,
+        });
+    }
+    let Some(value) = set else {
+        let default = whole_mib(largest.div_ceil(PART_COUNT_DEFAULT)).max(PART_LEN_DEFAULT);
+        return Ok(default.min(PART_LEN_MAX));
+    };
+    if !(PART_LEN_MIN..=PART_LEN_MAX).contains(&value) {
+        return Err(PlanError::PartSize { value });
+    }
+    if worst.div_ceil(value) > PART_COUNT_MAX {
+        return Err(PlanError::PartSizeTooSmall {
+            value,
+            least,
+            memory_len: largest,
+        });
+    }
+    Ok(value)
+}
+
+/// One extent to restore.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadLane {
+    /// Length of the extent in bytes.
+    pub raw_len: u64,
+    /// Bytes of raw data per chunk.
+    pub chunk_len: u64,
+    /// Length of its longest frame in bytes.
+    pub frame_len_max: u32,
+}
+
+/// What the user and the node give for a restore.
+#[derive(Debug, Clone)]
+pub struct LoadSettings {
+    /// Bytes of host memory that may be used.
+    pub memory_budget: u64,
+    /// Whether the user set `pipeline.memory_budget`: a set one is a limit, a derived one is raised to what the least plan needs.
+    pub budget_is_set: bool,
+    /// Threads that decompress, at least 1.
+    pub threads: u32,
+    /// Reads in flight at once, at least 1.
+    pub parallelism: u32,
+}
+
+/// Every buffer of a restore.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadPlan {
+    /// Most bytes of one ranged read: whole frames, at least the longest one.
+    pub fetch_len_max: u64,
+    /// Pinned chunk buffers per extent (each of its extent's chunk length), at least 2.
+    pub ring_chunks: usize,
+    /// Buffers of `fetch_len_max` in the whole process, at least 2: one is decoded while the other is filled.
+    pub fetch_buffers: usize,
+    /// Threads that decompress; fewer than asked for when the budget is small.
+    pub threads: u32,
+    /// Bytes for the frame tables of all extents.
+    pub table_bytes: u64,
+    /// Bytes of all of this together: at most the memory budget, if that was set.
+    pub total_bytes: u64,
+}
+
+/// Plans a restore of these extents.
+///
+/// # Errors
+/// [`PlanError::BudgetTooSmall`].
+///
+/// # Panics
+/// When a chunk length is 0; verified manifests have none.
+pub fn plan_load(lanes: &[LoadLane], settings: &LoadSettings) -> Result<LoadPlan, PlanError> {
+    /// One is decoded while the other is filled.
+    const FETCH_BUFFERS_MIN: usize = 2;
+
+    let longest_frame = lanes
+        .iter()
+        .map(|lane| u64::from(lane.frame_len_max))
+        .max()
+        .unwrap_or(0);
+    let table_bytes = lanes
+        .iter()
+        .map(|lane| Chunks::new(lane.raw_len, lane.chunk_len).count() * TABLE_BYTES_PER_FRAME)
+        .fold(0, u64::saturating_add);
+    let chunk_lens: Vec<u64> = lanes.iter().map(|lane| lane.chunk_len).collect();
+    let total_of = |plan: &LoadPlan| {
+        let ring = product(plan.ring_chunks, sum(&chunk_lens));
+        let fetches = product(plan.fetch_buffers, plan.fetch_len_max);
+        let contexts = u64::from(plan.threads).saturating_mul(Decoder::CONTEXT_BYTES);
+        sum(&[ring, fetches, contexts, table_bytes])
+    };
+
+    let budget = Budget::of(settings.memory_budget, settings.budget_is_set);
+    let mut least = LoadPlan {
+        fetch_len_max: FETCH_LEN_DEFAULT.max(longest_frame),
+        ring_chunks: RING_CHUNKS_MIN,
+        fetch_buffers: FETCH_BUFFERS_MIN,
+        threads: 1,
+        table_bytes,
+        total_bytes: 0,
+    };
+    if total_of(&least) > budget.bytes {
+        // Short reads cost requests; too much memory costs the restore.
+        least.fetch_len_max = longest_frame.max(MIB);
+    }
+    let with_threads = |threads| LoadPlan {
+        threads,
+        ..least.clone()
+    };
+    let threads =
+        budget.most_threads(settings.threads, |threads| total_of(&with_threads(threads)))?;
+    let mut plan = with_threads(threads);
+
+    let fetch_buffers_max = (settings.parallelism as usize + lanes.len()).max(FETCH_BUFFERS_MIN);
+    deal_out(
+        &mut plan,
+        budget.bytes,
+        &total_of,
+        &[
+            &|plan| grow(&mut plan.fetch_buffers, fetch_buffers_max),
+            &|plan| grow(&mut plan.ring_chunks, RING_CHUNKS_MAX),
+        ],
+    );
+    plan.total_bytes = total_of(&plan);
+    Ok(plan)
+}
+
+/// Consecutive whole frames of one object that one ranged read brings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FetchGroup {
+    /// Which frames, from 0.
+    pub frames: Range<usize>,
+    /// Their bytes in the object.
+    pub bytes: Range<u64>,
+}
+
+/// Groups an object's frames, given their lengths in order, into reads of at most `fetch_len_max` bytes. A frame that is longer than that by itself gets a read
+/// of its own; [`plan_load`] leaves none.
+pub fn fetch_groups(frame_lens: &[u32], fetch_len_max: u64) -> Vec<FetchGroup> {
+    let mut groups: Vec<FetchGroup> = Vec::new();
+    let mut offset = 0;
+    for (index, len) in frame_lens.iter().enumerate() {
+        let end = offset + u64::from(*len);
+        match groups.last_mut() {
+            Some(group) if end - group.bytes.start <= fetch_len_max => {
+                group.frames.end = index + 1;
+                group.bytes.end = end;
+            }
+            _ => groups.push(FetchGroup {
+                frames: index..index + 1,
+                bytes: offset..end,
+            }),
+        }
+        offset = end;
+    }
+    groups
+}
+
+/// How much memory there is, and whether that is the user's word.
+struct Budget {
+    bytes: u64,
+    is_set: bool,
+}
+
+impl Budget {
+    fn of(bytes: u64, is_set: bool) -> Self {
+        Self { bytes, is_set }
+    }
+
+    /// The most threads up to `wanted` whose least plan, by `total_of`, fits. One thread always fits a budget that was derived.
+    fn most_threads(
+        &self,
+        wanted: u32,
+        mut total_of: impl FnMut(u32) -> u64,
+    ) -> Result<u32, PlanError> {
+        let fitting = (1..=wanted.max(1))
+            .rev()
+            .find(|threads| total_of(*threads) <= self.bytes);
+        match fitting {
+            Some(threads) => Ok(threads),
+            None if self.is_set => Err(PlanError::BudgetTooSmall {
+                set: self.bytes,
+                least: total_of(1),
+            }),
+            None => Ok(1),
+        }
+    }
+}
+
+/// Takes turns in growing a plan, until no step fits the budget or none grows any more.
+fn deal_out<P: Clone>(
+    plan: &mut P,
+    budget_bytes: u64,
+    total_of: &dyn Fn(&P) -> u64,
+    steps: &[&dyn Fn(&mut P) -> bool],
+) {
+    let mut grew = true;
+    while grew {
+        grew = false;
+        for step in steps {
+            let mut larger = plan.clone();
+            if step(&mut larger) && total_of(&larger) <= budget_bytes {
+                *plan = larger;
+                grew = true;
+            }
+        }
+    }
+}
+
+fn grow(count: &mut usize, max: usize) -> bool {
+    let grows = *count < max;
+    *count += usize::from(grows);
+    grows
+}
+
+fn product(count: usize, bytes: u64) -> u64 {
+    (count as u64).saturating_mul(bytes)
+}
+
+fn sum(bytes: &[u64]) -> u64 {
+    bytes.iter().copied().fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! The check that the store makes on what it receives.
+//!
+//! In: stored bytes, part by part. Out: their CRC64NVME, and the one of the whole object combined from its parts', so that nothing is read twice.
+//! What can fail: only reading the text forms.
+
+use std::fmt;
+use std::str::FromStr;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use crc_fast::CrcAlgorithm::Crc64Nvme;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use super::digest::parse_lower_hex;
+
+/// A CRC64NVME. Its text form is 16 lower-case hex digits, most significant first; S3's headers want [`Crc64::to_base64`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Crc64(u64);
+
+impl Crc64 {
+    /// The checksum of no bytes; what [`Crc64::combine`] starts from.
+    pub const EMPTY: Crc64 = Crc64(0);
+
+    const TEXT_LEN: usize = 16;
+
+    /// The checksum of these bytes.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(crc_fast::checksum(Crc64Nvme, bytes))
+    }
+
+    /// The checksum of our bytes followed by the `other_len` bytes that `other` stands for.
+    #[must_use]
+    pub fn combine(self, other: Crc64, other_len: u64) -> Self {
+        Self(crc_fast::checksum_combine(
+            Crc64Nvme, self.0, other.0, other_len,
+        ))
+    }
+
+    /// The number.
+    pub fn value(self) -> u64 {
+        self.0
+    }
+
+    /// The checksum with this number.
+    pub fn from_value(value: u64) -> Self {
+        Self(value)
+    }
+
+    /// The form of `x-amz-checksum-crc64nvme`: the eight bytes, most significant first, in base64.
+    pub fn to_base64(self) -> String {
+        BASE64.encode(self.0.to_be_bytes())
+    }
+
+    /// Reads the form of `x-amz-checksum-crc64nvme`.
+    ///
+    /// # Errors
+    /// When the text is not the base64 of exactly eight bytes.
+    pub fn from_base64(text: &str) -> Result<Self, BadCrc64> {
+        let bytes = BASE64.decode(text).ok();
+        let eight = bytes.and_then(|bytes| <[u8; 8]>::try_from(bytes).ok());
+        eight
+            .map(|eight| Self(u64::from_be_bytes(eight)))
+            .ok_or_else(|| BadCrc64(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Crc64 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Debug for Crc64 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Not a text form of a CRC64NVME.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is not a CRC64NVME; expected 16 lower-case hex digits, or 8 bytes in base64 in a header"
+)]
+pub struct BadCrc64(pub String);
+
+impl FromStr for Crc64 {
+    type Err = BadCrc64;
+
+    /// Takes the one text form that [`Display`](fmt::Display) writes.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        parse_lower_hex::<{ Self::TEXT_LEN }>(text)
+            .and_then(|value| u64::try_from(value).ok())
+            .map(Self)
+            .ok_or_else(|| BadCrc64(text.to_owned()))
+    }
+}
+
+impl Serialize for Crc64 {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Crc64 {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn known_value() {
+        // The check value of CRC-64/NVME in the CRC catalogue.
+        assert_eq!(Crc64::of(b"123456789").value(), 0xae8b_1486_0a79_9888);
+        assert_eq!(Crc64::of(b""), Crc64::EMPTY);
+    }
+
+    #[test]
+    fn text_forms() {
+        let crc = Crc64::of(b"123456789");
+        assert_eq!(crc.to_string(), "ae8b14860a799888");
+        assert_eq!(crc.to_base64(), "rosUhgp5mIg=");
+        assert_eq!("ae8b14860a799888".parse(), Ok(crc));
+        assert_eq!(Crc64::from_base64("rosUhgp5mIg="), Ok(crc));
+        for bad in ["", "AE8B14860A799888", "rosUhgp5mIg", "rosUhgp5mIiI"] {
+            assert!(bad.parse::<Crc64>().is_err());
+            assert!(Crc64::from_base64(bad).is_err());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn combined_parts_are_the_whole(parts in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 0..6)) {
+            let combined = parts.iter().fold(Crc64::EMPTY, |sum, part| sum.combine(Crc64::of(part), part.len() as u64));
+            prop_assert_eq!(combined, Crc64::of(&parts.concat()));
+        }
+    }
+}

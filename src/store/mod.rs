@@ -14,13 +14,93 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 
-/// A key relative to the store's prefix, for instance `job/log/00000001.json`. Never starts with `/`, has no `.` or `..` segment.
+use crate::config::JobName;
+
+/// Least length of every part but the last, in bytes. S3 refuses to complete an upload with a shorter one.
+pub const PART_LEN_MIN: u64 = 5 * 1024 * 1024;
+
+/// A key relative to the store's prefix, for instance `job/log/00000001.json`. Never starts or ends with `/`, has no empty, `.` or `..`
+/// segment and no control character.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(String);
+
+impl Key {
+    /// Longest key in bytes. S3 allows 1024 for the whole, our prefix included.
+    pub const LEN_MAX: usize = 1024;
+
+    /// Checks the rules above.
+    pub fn new(text: &str) -> Result<Self, BadKey> {
+        let bad = |why| BadKey {
+            key: text.chars().take(200).collect(),
+            why,
+        };
+        if text.len() > Self::LEN_MAX {
+            return Err(bad("is longer than 1024 bytes"));
+        }
+        if text.chars().any(char::is_control) {
+            return Err(bad("has a control character"));
+        }
+        for segment in text.split('/') {
+            match segment {
+                "" => return Err(bad("has an empty segment")),
+                "." | ".." => return Err(bad("has a `.` or `..` segment")),
+                _ => {}
+            }
+        }
+        Ok(Self(text.to_owned()))
+    }
+
+    /// The key of something that belongs to a job: `<job>/<relative>`.
+    pub fn of_job(job: &JobName, relative: &str) -> Result<Self, BadKey> {
+        Self::new(&format!("{}/{relative}", job.as_str()))
+    }
+
+    /// The key as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Text that is no [`Key`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{key:?} is no key: it {why}")]
+pub struct BadKey {
+    /// The text, at most its first 200 characters.
+    pub key: String,
+    /// Which rule it breaks.
+    pub why: &'static str,
+}
 
 /// Number of a multipart part, 1 to 10,000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PartNumber(u16);
+
+impl PartNumber {
+    /// The most parts that one upload can have.
+    pub const MAX: u16 = 10_000;
+
+    /// `None` unless the number is 1 to [`PartNumber::MAX`].
+    pub fn new(number: u64) -> Option<Self> {
+        u16::try_from(number).ok().filter(|number| (1..=Self::MAX).contains(number)).map(Self)
+    }
+
+    /// The number.
+    pub fn get(self) -> u16 {
+        self.0
+    }
+}
+
+impl fmt::Display for PartNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
 
 /// The store's name for one multipart upload.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -35,6 +115,14 @@ pub struct PartBody {
     pub len: u64,
     /// CRC64NVME over all of them.
     pub crc64: u64,
+}
+
+impl PartBody {
+    /// A body of these pieces; `crc64` is the CRC64NVME of all of them in order.
+    pub fn new(pieces: Vec<Bytes>, crc64: u64) -> Self {
+        let len = pieces.iter().map(|piece| piece.len() as u64).sum();
+        Self { pieces, len, crc64 }
+    }
 }
 
 /// What the store gave for a part; completing the upload needs it.
@@ -85,7 +173,7 @@ pub struct Listed {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The object, bucket or upload is not there.
+    /// The object or upload is not there. (A bucket that is not there is [`StoreError::Refused`].)
     #[error("{operation} {key}: not found")]
     NotFound {
         /// The S3 verb.
@@ -128,7 +216,7 @@ pub enum StoreError {
         #[source]
         source: Option<Box<dyn std::error::Error + Send + Sync + 'static>>,
     },
-    /// What came back is not what was stored: other length, other tag, other checksum.
+    /// What is there is not what was stored: other length, other tag, other checksum.
     #[error("{operation} {key}: {what}")]
     Mismatch {
         /// The S3 verb.
@@ -138,8 +226,8 @@ pub enum StoreError {
         /// What differs.
         what: String,
     },
-    /// The retry budget is spent.
-    #[error("{operation} {key}: gave up after {attempts} attempts in {elapsed:.1?} (store.retry_timeout = {limit:?})")]
+    /// Tried more than once, and ended without an answer to rely on. Whether a write took effect is not known.
+    #[error("{operation} {key}: gave up after {attempts} attempts in {elapsed:.1?} ({limit})")]
     GaveUp {
         /// The S3 verb.
         operation: &'static str,
@@ -150,7 +238,7 @@ pub enum StoreError {
         /// Time since the first.
         elapsed: Duration,
         /// The limit that ended it.
-        limit: Duration,
+        limit: RetryLimit,
         /// The last attempt's error.
         #[source]
         source: Box<StoreError>,
@@ -163,6 +251,57 @@ pub enum StoreError {
         /// Full key.
         key: String,
     },
+}
+
+/// What ended the attempts at one operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RetryLimit {
+    /// `store.retry_timeout`, with its value.
+    Timeout(Duration),
+    /// The deadline of the whole command.
+    Deadline,
+    /// The store refused after an attempt whose outcome is not known.
+    Refusal,
+}
+
+impl fmt::Display for RetryLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RetryLimit::Timeout(timeout) => write!(f, "store.retry_timeout = {timeout:?}"),
+            RetryLimit::Deadline => f.write_str("the deadline has come"),
+            RetryLimit::Refusal => f.write_str("the store refused in the end"),
+        }
+    }
+}
+
+impl StoreError {
+    /// Asking again may help.
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, StoreError::SlowDown { .. } | StoreError::Transient { .. })
+    }
+
+    /// The object or upload is not there.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, StoreError::NotFound { .. })
+    }
+
+    /// The caller cancelled.
+    pub fn is_cancelled(&self) -> bool {
+        matches!(self, StoreError::Cancelled { .. })
+    }
+
+    /// What is there was read, and is not what was stored; or it is not there.
+    pub fn is_about_the_object(&self) -> bool {
+        matches!(self, StoreError::NotFound { .. } | StoreError::Mismatch { .. })
+    }
+
+    /// A write that ended so may have taken effect.
+    pub fn is_outcome_unknown(&self) -> bool {
+        matches!(
+            self,
+            StoreError::SlowDown { .. } | StoreError::Transient { .. } | StoreError::GaveUp { .. } | StoreError::Cancelled { .. }
+        )
+    }
 }
 
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
