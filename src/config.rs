@@ -1,15 +1,31 @@
 //! What the user asked for, resolved.
 //!
-//! In: one TOML file and the flags that override it. Out: a [`Config`] with every value checked and nothing left to interpret.
-//! What can fail: an unknown key, a value out of range, two explicit values that exclude each other; each error names the key or flag.
+//! In: one TOML file ([`RawConfig`]), the flags that override it ([`Overrides`]), and what this machine has ([`Environment`]). Out: a [`Config`]
+//! with every value checked and nothing left to interpret. What can fail: an unknown key, a value out of range, two explicit values that
+//! exclude each other; each error names the key or flag. A default that does not fit an explicit value gives way with a warning.
 
+mod environment;
+mod raw;
+mod value;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::codec::Level;
 use crate::driver::GpuUuid;
 
+pub use environment::Environment;
+pub use raw::{
+    CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawPipeline,
+    RawRestore, RawStore,
+};
+
+use value::{GIB, MIB, Setting, TIB};
+
 /// Everything a command needs to know, checked.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// The job that images belong to.
     pub job: JobName,
@@ -32,7 +48,7 @@ pub struct Config {
 pub struct JobName(String);
 
 /// `[store]`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreConfig {
     /// Bucket name.
     pub bucket: String,
@@ -72,7 +88,7 @@ pub enum PartChecksum {
 }
 
 /// `[pipeline]`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PipelineConfig {
     /// Chunk length in bytes, a power of two from 1 MiB to 64 MiB; `None` derives it from the GPUs' memory.
     pub chunk_size: Option<u64>,
@@ -85,23 +101,23 @@ pub struct PipelineConfig {
 }
 
 /// `[compression]`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompressionConfig {
     /// Which effort.
     pub level: Level,
 }
 
 /// `[driver]`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverConfig {
     /// How long the driver may take to lock the target; 1 ms to 1 h (0 would mean for ever to the driver).
     pub lock_timeout: Duration,
-    /// Stored GPU to present GPU, as the user wants it (`--gpu-map`).
+    /// Stored GPU to present GPU, as the user wants it (`--gpu-map`), in order of the stored UUID. No two share a present GPU.
     pub gpu_map: Vec<(GpuUuid, GpuUuid)>,
 }
 
 /// `[restore]`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RestoreConfig {
     /// When chunks are verified; `None` picks by kind of image (PROTOCOL section 3).
     pub verify: Option<Verify>,
@@ -114,4 +130,554 @@ pub enum Verify {
     All,
     /// Every chunk is verified as it arrives.
     Stream,
+}
+
+/// Flags that override the file, as typed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Overrides {
+    /// `--job`
+    pub job: Option<String>,
+    /// `--store`
+    pub store: Option<String>,
+    /// `--endpoint`
+    pub endpoint: Option<String>,
+    /// `--region`
+    pub region: Option<String>,
+    /// `--deadline`
+    pub deadline: Option<String>,
+    /// `--gpu-map`, each `OLD=NEW`
+    pub gpu_map: Vec<String>,
+}
+
+/// Why the configuration is not usable. Exit 2 in every case; nothing was touched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {} (--config, CKPTSTREAM_CONFIG)", path.display())]
+    Unreadable {
+        /// Which file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is too long to be a configuration.
+    #[error("the configuration file {} is longer than {len_max} bytes", path.display())]
+    TooLong {
+        /// Which file.
+        path: PathBuf,
+        /// Limit in bytes.
+        len_max: u64,
+    },
+    /// The file was read but says something wrong.
+    #[error("the configuration file {} is not valid", path.display())]
+    File {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: Box<ConfigError>,
+    },
+    /// Not TOML.
+    #[error("line {line}: not valid TOML: {message}")]
+    Syntax {
+        /// From 1.
+        line: usize,
+        /// What the parser said.
+        message: String,
+    },
+    /// A key that does not exist.
+    #[error("line {line}: unknown key `{key}`; the nearest known one is `{nearest}`")]
+    UnknownKey {
+        /// As written, with its table.
+        key: String,
+        /// From 1.
+        line: usize,
+        /// The known key or table with the smallest edit distance.
+        nearest: String,
+    },
+    /// Encryption was asked for.
+    #[error(
+        "line {line}: `{key}`: encryption by ckptstream is not supported, and nothing is stored as if it were; remove the key, and use the bucket's \
+         own encryption where that is enough"
+    )]
+    Encryption {
+        /// As written, with its table.
+        key: String,
+        /// From 1.
+        line: usize,
+    },
+    /// Credentials stand in the file.
+    #[error(
+        "line {line}: `{key}`: credentials do not belong into the file; they come from the SDK's chain: AWS_ACCESS_KEY_ID and \
+         AWS_SECRET_ACCESS_KEY, the shared profile (AWS_PROFILE), a web identity token, or the instance's role"
+    )]
+    Credential {
+        /// As written, with its table.
+        key: String,
+        /// From 1.
+        line: usize,
+    },
+    /// A value of another type than the key has.
+    #[error("line {line}: `{key}`: {message}")]
+    WrongType {
+        /// With its table.
+        key: String,
+        /// From 1.
+        line: usize,
+        /// What was expected.
+        message: String,
+    },
+    /// A value that the key or flag cannot have.
+    #[error("{name} = {value:?}: {expected}")]
+    Invalid {
+        /// The key or flag.
+        name: String,
+        /// As written.
+        value: String,
+        /// What it may be.
+        expected: String,
+    },
+    /// A value that must be given.
+    #[error("{what}; set {key} in the configuration file or {flag}")]
+    Missing {
+        /// What is not known.
+        what: &'static str,
+        /// The key that would say it.
+        key: &'static str,
+        /// The flag that would say it.
+        flag: &'static str,
+    },
+    /// Two explicit values that exclude each other.
+    #[error("{first} and {second} exclude each other: {why}")]
+    Conflict {
+        /// The one, with its value.
+        first: String,
+        /// The other, with its value.
+        second: String,
+        /// Why they cannot both hold.
+        why: &'static str,
+    },
+}
+
+/// Not a job name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a job name: 1 to 128 of A-Z a-z 0-9 . _ -, not starting with a dot")]
+pub struct BadJobName(pub String);
+
+impl JobName {
+    /// A checked name.
+    ///
+    /// # Errors
+    /// Anything that is not 1 to 128 of `[A-Za-z0-9._-]`, or starts with a dot.
+    pub fn new(name: &str) -> Result<Self, BadJobName> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+        if (1..=128).contains(&name.len()) && name.bytes().all(allowed) && !name.starts_with('.') {
+            Ok(Self(name.to_owned()))
+        } else {
+            Err(BadJobName(name.to_owned()))
+        }
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The job that the flag or the file names, if any does.
+    ///
+    /// # Errors
+    /// A name that is none.
+    pub fn resolve(overrides: &Overrides, raw: &RawConfig) -> Result<Option<Self>, ConfigError> {
+        let Some(name) = Setting::text(
+            "--job",
+            overrides.job.as_deref(),
+            "job.name",
+            raw.job.name.as_deref(),
+        ) else {
+            return Ok(None);
+        };
+        let job = Self::new(&name.value).map_err(|_bad| {
+            name.invalid("1 to 128 of A-Z a-z 0-9 . _ -, not starting with a dot")
+        })?;
+        Ok(Some(job))
+    }
+}
+
+impl fmt::Display for JobName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Config {
+    /// Checks everything and leaves nothing open. Flags win over the file, the file over the defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the key or flag.
+    pub fn resolve(
+        overrides: &Overrides,
+        raw: &RawConfig,
+        environment: &Environment,
+    ) -> Result<Self, ConfigError> {
+        let store = StoreConfig::resolve(overrides, raw)?;
+        let job = JobName::resolve(overrides, raw)?.ok_or(ConfigError::Missing {
+            what: "no job is named",
+            key: "job.name",
+            flag: "--job",
+        })?;
+        let pipeline = PipelineConfig::resolve(&raw.pipeline, environment)?;
+        part_fits_budget(raw, &store, &pipeline)?;
+        let deadline = Setting::text("--deadline", overrides.deadline.as_deref(), "", None)
+            .map(|text| text.time(Duration::from_secs(1), Duration::from_secs(7 * 24 * 3600)))
+            .transpose()?;
+        Ok(Self {
+            job,
+            store,
+            pipeline,
+            compression: CompressionConfig::resolve(&raw.compression)?,
+            driver: DriverConfig::resolve(overrides, &raw.driver)?,
+            restore: RestoreConfig::resolve(&raw.restore)?,
+            deadline,
+        })
+    }
+}
+
+/// The plan needs one part per GPU and one more; said here already where it cannot hold for any GPU.
+fn part_fits_budget(
+    raw: &RawConfig,
+    store: &StoreConfig,
+    pipeline: &PipelineConfig,
+) -> Result<(), ConfigError> {
+    match (
+        store.part_size,
+        &raw.store.part_size,
+        &raw.pipeline.memory_budget,
+    ) {
+        (Some(part_len), Some(part_size), Some(memory_budget))
+            if part_len.saturating_mul(2) > pipeline.memory_budget =>
+        {
+            Err(ConfigError::Conflict {
+                first: format!("store.part_size = {part_size:?}"),
+                second: format!("pipeline.memory_budget = {memory_budget:?}"),
+                why: "the budget must hold at least two parts",
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+impl StoreConfig {
+    /// The store that the flags and the file name. For commands that need nothing else; [`Config::resolve`] includes it.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the key or flag.
+    pub fn resolve(overrides: &Overrides, raw: &RawConfig) -> Result<Self, ConfigError> {
+        let store = &raw.store;
+        let url = Setting::text(
+            "--store",
+            overrides.store.as_deref(),
+            "store.url",
+            store.url.as_deref(),
+        );
+        let (bucket, prefix) = url
+            .ok_or(ConfigError::Missing {
+                what: "no store is named",
+                key: "store.url",
+                flag: "--store",
+            })?
+            .s3_url()?;
+        let endpoint_setting = Setting::text(
+            "--endpoint",
+            overrides.endpoint.as_deref(),
+            "store.endpoint",
+            store.endpoint.as_deref(),
+        );
+        let endpoint = endpoint_setting
+            .as_ref()
+            .map(Setting::http_url)
+            .transpose()?;
+        let region = Setting::text(
+            "--region",
+            overrides.region.as_deref(),
+            "store.region",
+            store.region.as_deref(),
+        )
+        .map(|region| region.region())
+        .transpose()?;
+        let path_style = path_style(
+            store.path_style.as_ref(),
+            &bucket,
+            endpoint.as_ref(),
+            endpoint_setting.as_ref(),
+        )?;
+        let times = StoreTimes::resolve(store)?;
+        Ok(Self {
+            bucket,
+            prefix,
+            endpoint: endpoint.map(|url| url.as_str().trim_end_matches('/').to_owned()),
+            region,
+            path_style,
+            part_size: Setting::file("store.part_size", store.part_size.as_deref())
+                .map(|size| size.size(5 * MIB, 5 * GIB))
+                .transpose()?,
+            parallelism: value::count("store.parallelism", store.parallelism, 1, 256)?
+                .unwrap_or(16),
+            checksum: Setting::file("store.checksum", store.checksum.as_deref())
+                .map(|word| {
+                    word.word(&[
+                        ("crc64nvme", PartChecksum::Crc64Nvme),
+                        ("none", PartChecksum::None),
+                    ])
+                })
+                .transpose()?
+                .unwrap_or(PartChecksum::Crc64Nvme),
+            sign_payload: store.sign_payload.unwrap_or(false),
+            retry_timeout: times.retry,
+            connect_timeout: times.connect,
+            request_timeout: times.request,
+            stall_timeout: times.stall,
+        })
+    }
+}
+
+struct StoreTimes {
+    retry: Duration,
+    connect: Duration,
+    request: Duration,
+    stall: Duration,
+}
+
+impl StoreTimes {
+    const LEAST: Duration = Duration::from_millis(100);
+
+    fn resolve(store: &RawStore) -> Result<Self, ConfigError> {
+        let retry_setting = Setting::file("store.retry_timeout", store.retry_timeout.as_deref());
+        let retry = match &retry_setting {
+            Some(text) => text.time(Self::LEAST, Duration::from_secs(24 * 3600))?,
+            None => Duration::from_secs(120),
+        };
+        // One attempt may not last longer than all of them together.
+        let attempt = |key: &'static str, text: Option<&str>, longest: u64, default: u64| {
+            let Some(text) = Setting::file(key, text) else {
+                let default = Duration::from_secs(default);
+                if default > retry {
+                    tracing::warn!(
+                        "{key} is {retry:?} instead of its default {default:?}, because store.retry_timeout is no longer"
+                    );
+                }
+                return Ok(default.min(retry));
+            };
+            let time = text.time(Self::LEAST, Duration::from_secs(longest))?;
+            match &retry_setting {
+                Some(total) if time > retry => Err(ConfigError::Conflict {
+                    first: text.to_string(),
+                    second: total.to_string(),
+                    why: "one attempt may not last longer than all attempts together",
+                }),
+                _ if time > retry => {
+                    Err(text.invalid("at most store.retry_timeout, which is 120s by default"))
+                }
+                _ => Ok(time),
+            }
+        };
+        Ok(Self {
+            retry,
+            connect: attempt(
+                "store.connect_timeout",
+                store.connect_timeout.as_deref(),
+                300,
+                5,
+            )?,
+            request: attempt(
+                "store.request_timeout",
+                store.request_timeout.as_deref(),
+                600,
+                30,
+            )?,
+            stall: attempt(
+                "store.stall_timeout",
+                store.stall_timeout.as_deref(),
+                600,
+                20,
+            )?,
+        })
+    }
+}
+
+/// An address has no room for a bucket in its host name, and a bucket with dots does not match a certificate's wildcard.
+fn path_style(
+    written: Option<&PathStyle>,
+    bucket: &str,
+    endpoint: Option<&url::Url>,
+    endpoint_setting: Option<&Setting>,
+) -> Result<bool, ConfigError> {
+    let is_address = endpoint.is_some_and(value::host_is_address);
+    match written {
+        Some(PathStyle::Fixed(false)) if is_address => Err(ConfigError::Conflict {
+            first: "store.path_style = false".to_owned(),
+            second: endpoint_setting.map_or_else(String::new, ToString::to_string),
+            why: "an address or localhost cannot carry the bucket in its host name",
+        }),
+        Some(PathStyle::Fixed(fixed)) => Ok(*fixed),
+        Some(PathStyle::Word(word)) if word != "auto" => Err(ConfigError::Invalid {
+            name: "store.path_style".to_owned(),
+            value: word.clone(),
+            expected: "true, false or \"auto\"".to_owned(),
+        }),
+        Some(PathStyle::Word(_)) | None => Ok(is_address || bucket.contains('.')),
+    }
+}
+
+/// Bounds of a memory budget that nobody set, in bytes: below the first nothing flows well, above the second nothing gets faster.
+const DERIVED_BUDGET: std::ops::RangeInclusive<u64> = 256 * MIB..=4 * GIB;
+
+impl PipelineConfig {
+    fn resolve(raw: &RawPipeline, environment: &Environment) -> Result<Self, ConfigError> {
+        let chunk_size = Setting::file("pipeline.chunk_size", raw.chunk_size.as_deref());
+        let chunk_size = match chunk_size {
+            Some(size) => match size.size(MIB, 64 * MIB)? {
+                bytes if bytes.is_power_of_two() => Some(bytes),
+                _ => return Err(size.invalid("a power of two from \"1MiB\" to \"64MiB\"")),
+            },
+            None => None,
+        };
+        let set = Setting::file("pipeline.memory_budget", raw.memory_budget.as_deref())
+            .map(|size| size.size(16 * MIB, TIB))
+            .transpose()?;
+        // A quarter: the target's own processes live in the same cgroup, and page cache and sockets want room too.
+        let derived = (environment.memory_available.unwrap_or(0) / 4)
+            .clamp(*DERIVED_BUDGET.start(), *DERIVED_BUDGET.end());
+        Ok(Self {
+            chunk_size,
+            memory_budget: set.unwrap_or(derived),
+            memory_budget_is_set: set.is_some(),
+            threads: value::count("pipeline.threads", raw.threads, 1, 1024)?
+                .unwrap_or(environment.threads.clamp(1, 1024)),
+        })
+    }
+}
+
+impl CompressionConfig {
+    fn resolve(raw: &RawCompression) -> Result<Self, ConfigError> {
+        const EXPECTED: &str = "\"auto\", \"none\", \"max-ratio\" or a zstd level from 1 to 19";
+        let invalid = |value: String| ConfigError::Invalid {
+            name: "compression.mode".to_owned(),
+            value,
+            expected: EXPECTED.to_owned(),
+        };
+        let level = match &raw.mode {
+            None => Level::Fast,
+            Some(CompressionMode::Level(level)) => match i32::try_from(*level) {
+                Ok(level @ 1..=19) => Level::Zstd(level),
+                _ => return Err(invalid(level.to_string())),
+            },
+            Some(CompressionMode::Word(word)) => match word.as_str() {
+                "auto" => Level::Fast,
+                "none" => Level::None,
+                "max-ratio" => Level::MaxRatio,
+                _ => return Err(invalid(word.clone())),
+            },
+        };
+        // Byte planes do not exist yet: `auto` is `none`, and any other name is refused.
+        Setting::file("compression.filter", raw.filter.as_deref())
+            .map(|word| word.word(&[("auto", ()), ("none", ())]))
+            .transpose()?;
+        Ok(Self { level })
+    }
+}
+
+impl DriverConfig {
+    fn resolve(overrides: &Overrides, raw: &RawDriver) -> Result<Self, ConfigError> {
+        // One road exists so far: `auto` takes it.
+        Setting::file("driver.mode", raw.mode.as_deref())
+            .map(|word| word.word(&[("auto", ()), ("custom-storage", ())]))
+            .transpose()?;
+        let lock_timeout = Setting::file("driver.lock_timeout", raw.lock_timeout.as_deref())
+            .map(|text| text.time(Duration::from_millis(1), Duration::from_secs(3600)))
+            .transpose()?
+            .unwrap_or(Duration::from_secs(10));
+        Ok(Self {
+            lock_timeout,
+            gpu_map: gpu_map(overrides, raw)?,
+        })
+    }
+}
+
+/// A flag's pair replaces the file's pair for the same stored GPU.
+fn gpu_map(overrides: &Overrides, raw: &RawDriver) -> Result<Vec<(GpuUuid, GpuUuid)>, ConfigError> {
+    let mut pairs: BTreeMap<GpuUuid, (GpuUuid, String)> = BTreeMap::new();
+    for (old, new) in &raw.gpu_map {
+        let name = format!("driver.gpu_map.{old:?} = {new:?}");
+        let pair = (
+            value::gpu("driver.gpu_map", old)?,
+            value::gpu("driver.gpu_map", new)?,
+        );
+        insert_pair(&mut pairs, pair, name)?;
+    }
+    let mut flags = BTreeMap::new();
+    for text in &overrides.gpu_map {
+        let Some((old, new)) = text.split_once('=') else {
+            return Err(ConfigError::Invalid {
+                name: "--gpu-map".to_owned(),
+                value: text.clone(),
+                expected: "expected OLD=NEW, two GPU UUIDs".to_owned(),
+            });
+        };
+        insert_pair(
+            &mut flags,
+            (value::gpu("--gpu-map", old)?, value::gpu("--gpu-map", new)?),
+            format!("--gpu-map {text}"),
+        )?;
+    }
+    pairs.append(&mut flags);
+    let mut taken: BTreeMap<GpuUuid, &str> = BTreeMap::new();
+    for (new, name) in pairs.values() {
+        if let Some(other) = taken.insert(*new, name) {
+            return Err(ConfigError::Conflict {
+                first: other.to_owned(),
+                second: name.clone(),
+                why: "two stored GPUs cannot go onto one present GPU",
+            });
+        }
+    }
+    Ok(pairs
+        .into_iter()
+        .map(|(old, (new, _))| (old, new))
+        .collect())
+}
+
+fn insert_pair(
+    pairs: &mut BTreeMap<GpuUuid, (GpuUuid, String)>,
+    (old, new): (GpuUuid, GpuUuid),
+    name: String,
+) -> Result<(), ConfigError> {
+    match pairs.get(&old) {
+        Some((_, other)) => Err(ConfigError::Conflict {
+            first: other.clone(),
+            second: name,
+            why: "one stored GPU is mapped twice",
+        }),
+        None => {
+            pairs.insert(old, (new, name));
+            Ok(())
+        }
+    }
+}
+
+impl RestoreConfig {
+    fn resolve(raw: &RawRestore) -> Result<Self, ConfigError> {
+        let verify = Setting::file("restore.verify", raw.verify.as_deref())
+            .map(|word| {
+                word.word(&[
+                    ("auto", None),
+                    ("all", Some(Verify::All)),
+                    ("stream", Some(Verify::Stream)),
+                ])
+            })
+            .transpose()?
+            .flatten();
+        Ok(Self { verify })
+    }
 }

@@ -70,7 +70,10 @@ impl ExitCode {
     /// What a script does next, as the JSON result's `next` says it.
     pub fn next(self) -> &'static str {
         match self {
-            ExitCode::Ok | ExitCode::NothingToRestore | ExitCode::NothingToSave | ExitCode::DoesNotFit => "none",
+            ExitCode::Ok
+            | ExitCode::NothingToRestore
+            | ExitCode::NothingToSave
+            | ExitCode::DoesNotFit => "none",
             ExitCode::Config | ExitCode::Preflight => "fix-config",
             ExitCode::NotOurs | ExitCode::Fenced => "none",
             ExitCode::RolledBack => "retry",
