@@ -32,7 +32,6 @@ use crate::image::Image;
 use crate::job_log::{self, CommitError, ImageEntry, JobLog};
 use crate::manifest::{
     AttemptClaim, Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host, ImageKind, Manifest, ObjectRecord, ProcessRecord,
-    TableRecord,
 };
 use crate::outcome::{Outcome, StageOutcome};
 use crate::phases::PhaseClock;
@@ -297,6 +296,7 @@ fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failure> {
         budget_is_set: pipeline.memory_budget_is_set,
         threads: pipeline.threads,
         parallelism: session.config.store.parallelism,
+        context_bytes: session.config.compression.level.context_bytes(),
     };
     let gpu_memory: Vec<u64> = driver.devices().iter().map(|device| device.memory_len).collect();
     plan_save(&gpu_memory, &settings).map_err(|error| Failure::new(restore::plan_code(&error), Phase::Prepare, error))
@@ -500,18 +500,16 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
         let Some(device) = device else { unreachable!("every lane was made from an open upload") };
         let object_key = relative_key(job, &lane.key);
         let table_key = format!("{}.frames.json", object_key.trim_end_matches(".zst"));
-        let raw_len = lane.frames.iter().map(|frame| u64::from(frame.raw_len)).sum();
-        let table = FrameTable::new(raw_len, attempt.plan.chunk_len, &lane.frames);
-        let encoded = table.encode();
+        let encoded = lane.table.encode();
         extents.push(ExtentRecord {
             device: device.uuid.to_string(),
-            raw_len,
-            chunk_len: attempt.plan.chunk_len,
+            raw_len: lane.table.raw_len,
+            chunk_len: lane.table.chunk_len,
             object: ObjectRecord { key: object_key, len: lane.len, crc64: lane.crc64 },
-            table: TableRecord { key: table_key.clone(), len: encoded.len() as u64, digest: crate::codec::Digest::of(&encoded) },
+            table: FrameTable::record(&encoded, table_key.clone()),
         });
         to_put.push((Key::of_job(job, &table_key)?, encoded));
-        tables.push(table);
+        tables.push(lane.table);
     }
     let manifest = manifest(session, driver, target, attempt, extents);
     let encoded = manifest.encode();

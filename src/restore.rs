@@ -28,7 +28,7 @@ use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifes
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
-use crate::plan::{FetchGroup, LoadPlan, LoadSettings, LoadShape, PlanError, fetch_groups, plan_load};
+use crate::plan::{self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_groups, plan_load};
 use crate::progress::LaneMeter;
 use crate::session::{Interrupted, Session};
 use crate::store::Key;
@@ -416,11 +416,11 @@ fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, LoadFailed> 
 }
 
 fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, PlanError> {
-    let shapes: Vec<LoadShape> = image
+    let shapes: Vec<plan::LoadLane> = image
         .manifest
         .extents()
         .zip(image.tables.iter().flatten())
-        .map(|(extent, table)| LoadShape { raw_len: extent.raw_len, chunk_len: extent.chunk_len, frame_len_max: table.frame_len_max() })
+        .map(|(extent, table)| plan::LoadLane { raw_len: extent.raw_len, chunk_len: extent.chunk_len, frame_len_max: table.frame_len_max() })
         .collect();
     let pipeline = &session.config.pipeline;
     let settings = LoadSettings {

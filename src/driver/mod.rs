@@ -6,6 +6,8 @@
 //! Layers: `sys` (raw entry points) → this file (devices, contexts, states) → `process` (typestates), `copy` (stream-ordered copies),
 //! `pinned` (host memory). Nothing else in the crate names CUDA.
 
+#![allow(unsafe_code, reason = "the fence: calls into libcuda, and the memory that it copies from and to")]
+
 mod copy;
 mod pinned;
 mod process;

@@ -31,6 +31,7 @@ pub(super) struct RawChunk {
 pub(super) struct CopyLane<'a> {
     pub(super) lane: usize,
     pub(super) chunks: Chunks,
+    pub(super) chunk_len: u64,
     pub(super) ring: &'a BufferPool,
     pub(super) meter: &'a LaneMeter,
     pub(super) gauge: &'a Gauge,
@@ -53,7 +54,7 @@ impl CopyLane<'_> {
             let Some(copied) = queue.wait_oldest()? else { continue };
             self.gauge.busy(copied.len as u64, started.elapsed());
             self.meter.first.fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
-            let index = copied.offset / self.chunks.chunk_len();
+            let index = copied.offset / self.chunk_len;
             let chunk = RawChunk { lane: self.lane, index, buffer: copied.buffer, len: copied.len };
             if out.send(chunk).is_err() {
                 return Err(PipelineError::Cancelled);

@@ -182,7 +182,7 @@ fn spawn_copiers<'scope, 'env>(
         spawn(scope, format!("copy-{index}"), move || {
             abort.guard("copy", || {
                 let chunks = Chunks::new(lane.raw_len, lane.chunk_len);
-                let copy = CopyLane { lane: index, chunks, ring: &lane.ring, meter: &lane.meter, gauge };
+                let copy = CopyLane { lane: index, chunks, chunk_len: lane.chunk_len, ring: &lane.ring, meter: &lane.meter, gauge };
                 copy.copy_in(queue, &input, &primed_out, &extent_in)
             });
         });

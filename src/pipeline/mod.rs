@@ -46,17 +46,6 @@ pub enum PipelineError {
         #[source]
         source: FrameError,
     },
-    /// The compressor refused a chunk.
-    #[error("chunk {chunk} of {key} cannot be compressed")]
-    Encode {
-        /// The object.
-        key: String,
-        /// Index of the chunk in its extent.
-        chunk: u64,
-        /// What the compressor said.
-        #[source]
-        source: FrameError,
-    },
     /// The driver's extents are not the stored ones.
     #[error("{what}")]
     Extents {

@@ -11,8 +11,9 @@ use bytes::Bytes;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::PipelineError;
-use crate::codec::{Crc64, Digest, FrameKind, seek_table};
+use crate::codec::{Crc64, Digest, FrameKind};
 use crate::driver::{BufferPool, PoolBuf};
+use crate::manifest::FrameTable;
 use crate::store::{PartBody, PartNumber};
 
 /// A chunk as a frame, not in its place yet.
@@ -24,17 +25,17 @@ pub(super) struct PackedFrame {
     pub(super) record: FrameRecord,
 }
 
-/// What the frame table says about one frame.
+/// What the frame table will say about one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FrameRecord {
+pub(super) struct FrameRecord {
     /// Length of the frame in bytes.
-    pub stored_len: u32,
+    pub(super) stored_len: u32,
     /// Length of the chunk in bytes.
-    pub raw_len: u32,
+    pub(super) raw_len: u32,
     /// How the frame was made.
-    pub kind: FrameKind,
+    pub(super) kind: FrameKind,
     /// Digest of the raw bytes.
-    pub digest: Digest,
+    pub(super) digest: Digest,
 }
 
 /// A part that is ready to go.
@@ -51,9 +52,8 @@ pub(super) struct PartJob {
 #[derive(Debug)]
 pub(super) struct Packer {
     lane: usize,
-    frame_count: u64,
     waiting: BTreeMap<u64, PackedFrame>,
-    frames: Vec<FrameRecord>,
+    table: FrameTable,
     open: Option<OpenPart>,
     part_buffers: BufferPool,
     parts_sent: u64,
@@ -68,7 +68,7 @@ pub(super) struct Packer {
 pub(super) struct PackedObject {
     pub(super) len: u64,
     pub(super) crc64: Crc64,
-    pub(super) frames: Vec<FrameRecord>,
+    pub(super) table: FrameTable,
 }
 
 #[derive(Debug)]
@@ -92,13 +92,12 @@ impl AsRef<[u8]> for Filled {
 }
 
 impl Packer {
-    /// A packer for an object of `frame_count` frames (at least 1).
-    pub(super) fn new(lane: usize, frame_count: u64, part_buffers: BufferPool, out: UnboundedSender<PartJob>) -> Self {
+    /// A packer for the object of an extent, whose `table` is still empty.
+    pub(super) fn new(lane: usize, table: FrameTable, part_buffers: BufferPool, out: UnboundedSender<PartJob>) -> Self {
         Self {
             lane,
-            frame_count,
             waiting: BTreeMap::new(),
-            frames: Vec::with_capacity(usize::try_from(frame_count).unwrap_or(0)),
+            table,
             open: None,
             part_buffers,
             parts_sent: 0,
@@ -113,14 +112,12 @@ impl Packer {
     pub(super) fn push(&mut self, index: u64, frame: PackedFrame) -> Result<Duration, PipelineError> {
         self.blocked = Duration::ZERO;
         self.waiting.insert(index, frame);
-        while let Some(frame) = self.waiting.remove(&(self.frames.len() as u64)) {
-            self.frames.push(frame.record);
-            let stored_len = frame.record.stored_len as usize;
-            self.append(&frame.buffer[..stored_len], u64::from(frame.record.raw_len))?;
+        while let Some(PackedFrame { buffer, record }) = self.waiting.remove(&(self.table.frame_count() as u64)) {
+            self.table.push(record.stored_len, record.kind, record.digest);
+            self.append(&buffer[..record.stored_len as usize], u64::from(record.raw_len))?;
         }
-        if self.frames.len() as u64 == self.frame_count {
-            let table = seek_table::encode(self.frames.iter().map(|frame| (frame.stored_len, frame.raw_len)));
-            self.append(&table, 0)?;
+        if self.table.is_complete() {
+            self.append(&self.table.seek_table(), 0)?;
             self.send_open_part()?;
         }
         Ok(self.blocked)
@@ -128,8 +125,8 @@ impl Packer {
 
     /// The object, once every frame was packed; `None` before.
     pub(super) fn finish(self) -> Option<PackedObject> {
-        let whole = self.frames.len() as u64 == self.frame_count && self.open.is_none();
-        whole.then_some(PackedObject { len: self.object_len, crc64: self.object_crc, frames: self.frames })
+        let whole = self.table.is_complete() && self.open.is_none();
+        whole.then_some(PackedObject { len: self.object_len, crc64: self.object_crc, table: self.table })
     }
 
     fn append(&mut self, mut bytes: &[u8], raw_len: u64) -> Result<(), PipelineError> {
@@ -184,7 +181,8 @@ mod tests {
         let (out, mut parts) = unbounded_channel();
         let frame_buffers = BufferPool::new(frames.len(), 64, None).unwrap();
         let part_buffers = BufferPool::new(64, part_len, None).unwrap();
-        let mut packer = Packer::new(0, frames.len() as u64, part_buffers, out);
+        let table = FrameTable::new(100 * frames.len() as u64, 100);
+        let mut packer = Packer::new(0, table, part_buffers, out);
         for &index in order {
             let (mut buffer, _) = frame_buffers.acquire().unwrap();
             buffer[..frames[index].len()].copy_from_slice(&frames[index]);
@@ -221,15 +219,15 @@ mod tests {
         assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
         let content = frames.concat();
         assert_eq!(bytes[..content.len()], content[..]);
-        let lens: Vec<(u32, u32)> = object.frames.iter().map(|frame| (frame.stored_len, frame.raw_len)).collect();
-        assert_eq!(bytes[content.len()..], seek_table::encode(lens.iter().copied())[..]);
+        assert_eq!(bytes[content.len()..], object.table.seek_table()[..]);
+        assert!(object.table.digests.iter().zip(&frames).all(|(digest, frame)| *digest == Digest::of(frame)));
     }
 
     #[test]
     fn an_object_is_not_finished_while_a_frame_is_missing() {
         let (out, _parts) = unbounded_channel();
         let pool = BufferPool::new(2, 64, None).unwrap();
-        let mut packer = Packer::new(0, 2, pool.clone(), out);
+        let mut packer = Packer::new(0, FrameTable::new(8, 4), pool.clone(), out);
         let (buffer, _) = pool.acquire().unwrap();
         let record = FrameRecord { stored_len: 4, raw_len: 4, kind: FrameKind::Raw, digest: Digest::of(b"four") };
         packer.push(1, PackedFrame { buffer, record }).unwrap();

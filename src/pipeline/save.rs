@@ -11,11 +11,11 @@ use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
 use super::gauge::{Gauge, slowest};
-pub use super::pack::FrameRecord;
-use super::pack::{PackedFrame, PackedObject, Packer};
+use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer};
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Crc64, Encoder};
 use crate::driver::{BufferPool, CopyQueue, Extent};
+use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
 use crate::plan::Chunks;
 use crate::progress::{LaneMeter, Meter};
@@ -83,8 +83,8 @@ pub struct SavedLane {
     pub len: u64,
     /// CRC64NVME over the whole object.
     pub crc64: Crc64,
-    /// One record per frame, in order.
-    pub frames: Vec<FrameRecord>,
+    /// Its frames.
+    pub table: FrameTable,
 }
 
 /// Streams every lane to the store.
@@ -118,8 +118,8 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         .iter()
         .enumerate()
         .map(|(index, lane)| {
-            let chunks = Chunks::new(lane.extent.len, resources.chunk_len);
-            Mutex::new(Packer::new(index, chunks.count(), resources.part_buffers.clone(), parts_out.clone()))
+            let table = FrameTable::new(lane.extent.len, resources.chunk_len);
+            Mutex::new(Packer::new(index, table, resources.part_buffers.clone(), parts_out.clone()))
         })
         .collect();
     drop(parts_out);
@@ -129,10 +129,11 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     std::thread::scope(|scope| {
         for (index, lane) in lanes.into_iter().enumerate() {
             let (abort, gauge, chunks_out) = (&*abort, &copy_gauge, chunks_out.clone());
-            let chunks = Chunks::new(lane.extent.len, resources.chunk_len);
+            let chunk_len = resources.chunk_len;
             spawn(scope, format!("copy-{}", lane.extent.device), move || {
                 abort.guard("copy", || {
-                    let copy = CopyLane { lane: index, chunks, ring: &lane.ring, meter: &lane.meter, gauge };
+                    let chunks = Chunks::new(lane.extent.len, chunk_len);
+                    let copy = CopyLane { lane: index, chunks, chunk_len, ring: &lane.ring, meter: &lane.meter, gauge };
                     copy.copy_out(lane.queue, lane.extent, &chunks_out)
                 });
             });
@@ -157,7 +158,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let mut saved = Vec::with_capacity(targets.len());
     for ((target, object), parts) in targets.into_iter().zip(objects).zip(receipts) {
         let object = object.ok_or(PipelineError::Cancelled)?;
-        saved.push(SavedLane { key: target.key, upload: target.upload, parts, len: object.len, crc64: object.crc64, frames: object.frames });
+        saved.push(SavedLane { key: target.key, upload: target.upload, parts, len: object.len, crc64: object.crc64, table: object.table });
     }
     let stages = vec![copy_gauge.outcome(), code_gauge.outcome(), upload_gauge.outcome()];
     let slowest_stage = slowest(&stages);
@@ -183,9 +184,7 @@ impl Compressors<'_> {
             self.gauge.starved(idle.elapsed());
             let target = &self.targets[chunk.lane];
             let started = Instant::now();
-            let encoded = encoder
-                .encode(&chunk.buffer[..chunk.len], &mut frame)
-                .map_err(|source| PipelineError::Encode { key: target.key.to_string(), chunk: chunk.index, source })?;
+            let encoded = encoder.encode(&chunk.buffer[..chunk.len], &mut frame);
             let record = FrameRecord {
                 stored_len: u32::try_from(encoded.len).unwrap_or(u32::MAX),
                 raw_len: u32::try_from(chunk.len).unwrap_or(u32::MAX),
