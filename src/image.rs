@@ -1,0 +1,590 @@
+//! Reading images: from a job's log to a manifest and frame tables that may be relied on.
+//!
+//! In: a store, a job, which image. Out: an [`Image`] whose every byte so far was verified, and whose data objects are all there; beside it the newer images
+//! that were passed over, each with the reason. What can fail: there is no image (proved), the store, the image. Data objects are looked at here, not read.
+
+use std::fmt;
+use std::str::FromStr;
+
+use futures::stream::{self, StreamExt, TryStreamExt};
+
+use crate::codec::{Crc64, Digest};
+use crate::config::JobName;
+use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError};
+use crate::manifest::{self, ExtentRecord, FrameTable, Manifest, ManifestError};
+use crate::store::{BadKey, Key, Store, StoreError};
+
+/// Tables and objects that are asked for at once. Each table may hold 16 MiB.
+const PARALLELISM: usize = 8;
+
+/// Which image of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ImageRef {
+    /// The newest valid one.
+    Latest,
+    /// The one of this generation, 1 to [`GENERATION_MAX`].
+    Generation(u64),
+}
+
+impl fmt::Display for ImageRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ImageRef::Latest => f.write_str("latest"),
+            ImageRef::Generation(generation) => write!(f, "{generation:08}"),
+        }
+    }
+}
+
+/// Text that names no image.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is no image: expected `latest` or a generation of 1 to 8 digits, as `ckptstream list` prints it"
+)]
+pub struct BadImageRef(pub String);
+
+impl FromStr for ImageRef {
+    type Err = BadImageRef;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "latest" {
+            return Ok(ImageRef::Latest);
+        }
+        let digits = (1..=8).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
+        let generation = text
+            .parse()
+            .ok()
+            .filter(|generation| (1..=GENERATION_MAX).contains(generation));
+        match generation {
+            Some(generation) if digits => Ok(ImageRef::Generation(generation)),
+            _ => Err(BadImageRef(text.to_owned())),
+        }
+    }
+}
+
+/// An image that may be restored: manifest and tables are verified, the data objects are there.
+#[derive(Debug, Clone)]
+pub struct Image {
+    /// Its slot in the job's log.
+    pub generation: u64,
+    /// The attempt's nonce.
+    pub attempt: String,
+    /// Digest of the manifest, as the log has it.
+    pub manifest_digest: Digest,
+    /// The manifest.
+    pub manifest: Manifest,
+    /// One table per extent: `tables[p][e]` belongs to `manifest.processes[p].extents[e]`.
+    pub tables: Vec<Vec<FrameTable>>,
+}
+
+/// An entry that was passed over on the way to the newest valid image.
+#[derive(Debug)]
+pub struct Skipped {
+    /// Its slot in the job's log.
+    pub generation: u64,
+    /// Why.
+    pub flaw: Flaw,
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08}: {}", self.generation, self.flaw)?;
+        let mut next = std::error::Error::source(&self.flaw);
+        while let Some(error) = next {
+            write!(f, ": {error}")?;
+            next = error.source();
+        }
+        Ok(())
+    }
+}
+
+/// Why an image, or a log, is not to be relied on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Flaw {
+    /// The log has a gap.
+    #[error("the log is not whole")]
+    Log(#[source] LogError),
+    /// The slot holds something that may be an image, but not to us.
+    #[error("{what}")]
+    Entry {
+        /// What stands there.
+        what: String,
+    },
+    /// The log says that it failed to restore.
+    #[error("the log says that it failed to restore")]
+    Bad,
+    /// An object is absent, or shorter than it must be.
+    #[error("object {key} is not there as it must be")]
+    Object {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// What the store said.
+        #[source]
+        source: StoreError,
+    },
+    /// A data object has another length.
+    #[error("object {key} has {len} bytes, the manifest says {expected}")]
+    Length {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// Length in the store.
+        len: u64,
+        /// Length that the manifest says.
+        expected: u64,
+    },
+    /// A data object has another checksum.
+    #[error("object {key} has CRC64NVME {found}, the manifest says {expected}")]
+    Checksum {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// What the store keeps.
+        found: Crc64,
+        /// What the manifest says.
+        expected: Crc64,
+    },
+    /// The manifest is not the one that was committed.
+    #[error("manifest {key} has digest {found}, the log says {expected}")]
+    ManifestDigest {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// Digest of the bytes.
+        found: Digest,
+        /// Digest that was committed.
+        expected: Digest,
+    },
+    /// The manifest and the log entry tell different things.
+    #[error("manifest {key} and the log entry differ in {field}")]
+    Disagreement {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// The field.
+        field: &'static str,
+    },
+    /// The manifest or a frame table is damaged, or of a version or with a feature that we do not know.
+    #[error("{key} cannot be used")]
+    Content {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// Why.
+        #[source]
+        source: ManifestError,
+    },
+    /// A name in the image makes no key.
+    #[error("a key in the image is none")]
+    Key(#[source] BadKey),
+}
+
+/// No image can be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImageError {
+    /// Proved: the log was read to its end.
+    #[error("job {job} has no such image: {why}")]
+    NoImage {
+        /// The job.
+        job: String,
+        /// What the log says instead.
+        why: String,
+    },
+    /// The store failed or refused; nothing is known about the image.
+    #[error("cannot read the images of job {job}")]
+    Unreachable {
+        /// The job, or `*` for all.
+        job: String,
+        /// Why.
+        #[source]
+        source: StoreError,
+    },
+    /// The image that was named cannot be used.
+    #[error("image {generation:08} of job {job} cannot be used")]
+    Damaged {
+        /// The job.
+        job: String,
+        /// The image's generation; 0 for the log as a whole.
+        generation: u64,
+        /// Why.
+        #[source]
+        flaw: Flaw,
+    },
+    /// There are images, and none of them can be used.
+    #[error("no image of job {job} can be used: {}", list(skipped))]
+    NoneUsable {
+        /// The job.
+        job: String,
+        /// All of them, newest first.
+        skipped: Vec<Skipped>,
+    },
+}
+
+fn list(skipped: &[Skipped]) -> String {
+    skipped
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("; ")
+}
+
+/// One image of a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListedImage {
+    /// Its slot in the job's log.
+    pub generation: u64,
+    /// What the log says about it.
+    pub entry: ImageEntry,
+    /// Whether the log allows its use.
+    pub standing: Standing,
+}
+
+/// What later entries of the log say about an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Nothing.
+    Usable,
+    /// It failed to restore.
+    Bad,
+    /// It was given up; its data may be gone.
+    Dropped,
+}
+
+/// All that a job's log says about images, without a look at their objects.
+#[derive(Debug)]
+pub struct ImageList {
+    /// Newest first.
+    pub images: Vec<ListedImage>,
+    /// Entries that may be images but not to us, newest first.
+    pub unreadable: Vec<Skipped>,
+    /// The job ended by itself; its images are only history.
+    pub is_finished: bool,
+}
+
+/// Images of a job as its log has them.
+///
+/// # Errors
+/// When the log cannot be read. A job without a log has an empty list.
+pub async fn list_images(store: &dyn Store, job: &JobName) -> Result<ImageList, ImageError> {
+    let log = read_log(store, job).await?;
+    let usable = log.images();
+    let mut images = Vec::new();
+    let mut unreadable = Vec::new();
+    for (generation, entry) in log.entries().rev() {
+        match entry {
+            Entry::Image(image) => images.push(ListedImage {
+                generation,
+                entry: image.clone(),
+                standing: if log.is_dropped(&image.attempt) {
+                    Standing::Dropped
+                } else if usable.iter().any(|(known, _)| *known == generation) {
+                    Standing::Usable
+                } else {
+                    Standing::Bad
+                },
+            }),
+            Entry::Unknown { .. } | Entry::Damaged { .. } => unreadable.push(Skipped {
+                generation,
+                flaw: Flaw::Entry {
+                    what: entry.describe(),
+                },
+            }),
+            _ => {}
+        }
+    }
+    Ok(ImageList {
+        images,
+        unreadable,
+        is_finished: log.is_finished(),
+    })
+}
+
+/// Names under the store's prefix that can be jobs.
+///
+/// # Errors
+/// When the store cannot be read.
+pub async fn list_jobs(store: &dyn Store) -> Result<Vec<JobName>, ImageError> {
+    let names = store
+        .list_dirs("")
+        .await
+        .map_err(|source| ImageError::Unreachable {
+            job: "*".to_owned(),
+            source,
+        })?;
+    Ok(names
+        .iter()
+        .filter_map(|name| JobName::new(name).ok())
+        .collect())
+}
+
+impl Image {
+    /// Opens an image. With [`ImageRef::Latest`] newer ones that cannot be used are passed over and returned, newest first; one that was dropped on purpose is
+    /// not mentioned. While the store is out of reach no older image is taken in place of a newer one.
+    ///
+    /// A generation that the log calls `bad` is opened when it is named.
+    ///
+    /// # Errors
+    /// [`ImageError::NoImage`] only when the log proves it; [`ImageError::Unreachable`] when the store fails; the others when there are images, of no use.
+    pub async fn open(
+        store: &dyn Store,
+        job: &JobName,
+        image: ImageRef,
+    ) -> Result<(Image, Vec<Skipped>), ImageError> {
+        let log = read_log(store, job).await?;
+        match image {
+            ImageRef::Latest => open_latest(store, job, &log).await,
+            ImageRef::Generation(generation) => {
+                let image = open_named(store, job, &log, generation).await?;
+                Ok((image, Vec::new()))
+            }
+        }
+    }
+}
+
+async fn read_log(store: &dyn Store, job: &JobName) -> Result<JobLog, ImageError> {
+    JobLog::read(store, job).await.map_err(|error| match error {
+        LogError::Store { job, source } => ImageError::Unreachable { job, source },
+        error => ImageError::Damaged {
+            job: job.to_string(),
+            generation: 0,
+            flaw: Flaw::Log(error),
+        },
+    })
+}
+
+async fn open_latest(
+    store: &dyn Store,
+    job: &JobName,
+    log: &JobLog,
+) -> Result<(Image, Vec<Skipped>), ImageError> {
+    let no_image = |why: &str| ImageError::NoImage {
+        job: job.to_string(),
+        why: why.to_owned(),
+    };
+    if log.is_finished() {
+        return Err(no_image(
+            "the job finished; a generation can still be named",
+        ));
+    }
+    let usable = log.images();
+    let mut skipped = Vec::new();
+    for (generation, entry) in log.entries().rev() {
+        let flaw = match entry {
+            Entry::Image(image) if log.is_dropped(&image.attempt) => continue,
+            Entry::Image(image) if usable.iter().any(|(known, _)| *known == generation) => {
+                match load(store, job, generation, image).await {
+                    Ok(image) => return Ok((image, skipped)),
+                    Err(LoadError::Flawed(flaw)) => flaw,
+                    Err(LoadError::Store(source)) => {
+                        let job = job.to_string();
+                        return Err(ImageError::Unreachable { job, source });
+                    }
+                }
+            }
+            Entry::Image(_) => Flaw::Bad,
+            Entry::Unknown { .. } | Entry::Damaged { .. } => Flaw::Entry {
+                what: entry.describe(),
+            },
+            _ => continue,
+        };
+        skipped.push(Skipped { generation, flaw });
+    }
+    if skipped.is_empty() {
+        return Err(no_image("its log names none"));
+    }
+    let job = job.to_string();
+    Err(ImageError::NoneUsable { job, skipped })
+}
+
+async fn open_named(
+    store: &dyn Store,
+    job: &JobName,
+    log: &JobLog,
+    generation: u64,
+) -> Result<Image, ImageError> {
+    let no_image = |why: String| ImageError::NoImage {
+        job: job.to_string(),
+        why,
+    };
+    let damaged = |flaw: Flaw| ImageError::Damaged {
+        job: job.to_string(),
+        generation,
+        flaw,
+    };
+    match log.get(generation) {
+        None => {
+            let last = log.next_slot() - 1;
+            Err(no_image(format!(
+                "the log ends before {generation:08}, at {last:08}"
+            )))
+        }
+        Some(Entry::Image(image)) if log.is_dropped(&image.attempt) => {
+            Err(no_image(format!("{generation:08} was given up")))
+        }
+        Some(Entry::Image(image)) => match load(store, job, generation, image).await {
+            Ok(image) => Ok(image),
+            Err(LoadError::Flawed(flaw)) => Err(damaged(flaw)),
+            Err(LoadError::Store(source)) => {
+                let job = job.to_string();
+                Err(ImageError::Unreachable { job, source })
+            }
+        },
+        Some(entry @ (Entry::Unknown { .. } | Entry::Damaged { .. })) => {
+            let what = entry.describe();
+            Err(damaged(Flaw::Entry { what }))
+        }
+        Some(entry) => Err(no_image(format!(
+            "{generation:08} says: {}",
+            entry.describe()
+        ))),
+    }
+}
+
+/// Why an image was not loaded.
+enum LoadError {
+    Flawed(Flaw),
+    Store(StoreError),
+}
+
+impl From<Flaw> for LoadError {
+    fn from(flaw: Flaw) -> Self {
+        LoadError::Flawed(flaw)
+    }
+}
+
+async fn load(
+    store: &dyn Store,
+    job: &JobName,
+    generation: u64,
+    entry: &ImageEntry,
+) -> Result<Image, LoadError> {
+    let key = Key::of_job(job, &entry.manifest_key).map_err(Flaw::Key)?;
+    let bytes = read_whole(store, &key, entry.manifest_len).await?;
+    let found = manifest::digest_of(&bytes);
+    if found != entry.manifest_digest {
+        return Err(LoadError::Flawed(Flaw::ManifestDigest {
+            key: key.to_string(),
+            found,
+            expected: entry.manifest_digest,
+        }));
+    }
+    let manifest = Manifest::decode_and_verify(&bytes, job.as_str(), &entry.attempt);
+    let manifest = manifest.map_err(|source| Flaw::Content {
+        key: key.to_string(),
+        source,
+    })?;
+    for (field, same) in [
+        ("kind", manifest.kind == entry.kind),
+        ("raw_len", manifest.raw_len() == entry.raw_len),
+        ("stored_len", manifest.stored_len() == entry.stored_len),
+    ] {
+        if !same {
+            let key = key.to_string();
+            return Err(LoadError::Flawed(Flaw::Disagreement { key, field }));
+        }
+    }
+
+    let extents: Vec<&ExtentRecord> = manifest.extents().collect();
+    stream::iter(&extents)
+        .map(|extent| check_object(store, job, extent))
+        .buffer_unordered(PARALLELISM)
+        .try_collect::<Vec<()>>()
+        .await?;
+    let tables: Vec<FrameTable> = stream::iter(&extents)
+        .map(|extent| load_table(store, job, extent))
+        .buffered(PARALLELISM)
+        .try_collect()
+        .await?;
+    let mut tables = tables.into_iter();
+    let tables = manifest
+        .processes
+        .iter()
+        .map(|process| tables.by_ref().take(process.extents.len()).collect())
+        .collect();
+    Ok(Image {
+        generation,
+        attempt: entry.attempt.clone(),
+        manifest_digest: entry.manifest_digest,
+        manifest,
+        tables,
+    })
+}
+
+async fn load_table(
+    store: &dyn Store,
+    job: &JobName,
+    extent: &ExtentRecord,
+) -> Result<FrameTable, LoadError> {
+    let key = Key::of_job(job, &extent.table.key).map_err(Flaw::Key)?;
+    let bytes = read_whole(store, &key, extent.table.len).await?;
+    let extent = extent.clone();
+    // A table may hold 400,000 frames: too much work for the runtime's own threads.
+    let decode = tokio::task::spawn_blocking(move || {
+        FrameTable::decode_and_verify(&bytes, &extent.table, &extent)
+    });
+    let table = match decode.await {
+        Ok(table) => table,
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    };
+    table.map_err(|source| {
+        LoadError::Flawed(Flaw::Content {
+            key: key.to_string(),
+            source,
+        })
+    })
+}
+
+/// Reads an object of known length, which the caller has bounded. As it must be there, the store may be patient with its absence.
+async fn read_whole(store: &dyn Store, key: &Key, len: u64) -> Result<Vec<u8>, LoadError> {
+    let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+    store
+        .get_range(key, 0..len, None, &mut bytes)
+        .await
+        .map_err(|error| absent(key, error))?;
+    Ok(bytes)
+}
+
+fn absent(key: &Key, source: StoreError) -> LoadError {
+    if source.is_about_the_object() {
+        let key = key.to_string();
+        LoadError::Flawed(Flaw::Object { key, source })
+    } else {
+        LoadError::Store(source)
+    }
+}
+
+/// Looks at a data object: length, and checksum where the store keeps one.
+async fn check_object(
+    store: &dyn Store,
+    job: &JobName,
+    extent: &ExtentRecord,
+) -> Result<(), LoadError> {
+    let record = &extent.object;
+    let key = Key::of_job(job, &record.key).map_err(Flaw::Key)?;
+    let mut info = store.head(&key).await.map_err(LoadError::Store)?;
+    if info.as_ref().is_none_or(|info| info.len < record.len) {
+        // Some stores show a new object late, or a part of it. Reading its last byte waits for it as long as is sensible; then the look counts.
+        let last = record.len.saturating_sub(1)..record.len;
+        let read = store.get_range(&key, last, None, &mut [0]).await;
+        read.map_err(|error| absent(&key, error))?;
+        info = store.head(&key).await.map_err(LoadError::Store)?;
+    }
+    let Some(info) = info else {
+        let source = StoreError::NotFound {
+            operation: "HeadObject",
+            key: key.to_string(),
+        };
+        return Err(absent(&key, source));
+    };
+    if info.len != record.len {
+        return Err(LoadError::Flawed(Flaw::Length {
+            key: key.to_string(),
+            len: info.len,
+            expected: record.len,
+        }));
+    }
+    match info.crc64.map(Crc64::from_value) {
+        Some(found) if found != record.crc64 => Err(LoadError::Flawed(Flaw::Checksum {
+            key: key.to_string(),
+            found,
+            expected: record.crc64,
+        })),
+        _ => Ok(()),
+    }
+}

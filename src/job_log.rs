@@ -195,14 +195,23 @@ impl ImageEntry {
             text.len() == 32 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
         };
         if !nonce(&self.attempt) {
-            return Some(format!("attempt {:?} is not 32 lower-case hex digits", self.attempt));
+            return Some(format!(
+                "attempt {:?} is not 32 lower-case hex digits",
+                self.attempt
+            ));
         }
         let prefix = format!("data/{}/", self.attempt);
         if !self.manifest_key.starts_with(&prefix) || Key::new(&self.manifest_key).is_err() {
-            return Some(format!("manifest_key {:?} is not under {prefix}", self.manifest_key));
+            return Some(format!(
+                "manifest_key {:?} is not under {prefix}",
+                self.manifest_key
+            ));
         }
         if self.manifest_len > MANIFEST_LEN_MAX as u64 {
-            return Some(format!("manifest_len {} is over {MANIFEST_LEN_MAX}", self.manifest_len));
+            return Some(format!(
+                "manifest_len {} is over {MANIFEST_LEN_MAX}",
+                self.manifest_len
+            ));
         }
         None
     }
@@ -223,7 +232,9 @@ pub enum LogError {
     },
     /// An entry is missing between others. Entries are never deleted, so the store hides one or somebody removed it (a lifecycle rule, perhaps); nothing that
     /// the rest says can be relied on.
-    #[error("the log of job {job} has a gap: {missing} is missing but {present} stands there; exclude log/ from lifecycle rules")]
+    #[error(
+        "the log of job {job} has a gap: {missing} is missing but {present} stands there; exclude log/ from lifecycle rules"
+    )]
     Gap {
         /// The job.
         job: String,
@@ -266,7 +277,9 @@ pub enum CommitError {
         what: String,
     },
     /// The store did not answer. The image may exist.
-    #[error("it is not known whether slot {generation} of the log of job {job} was taken; ask `ckptstream list` later")]
+    #[error(
+        "it is not known whether slot {generation} of the log of job {job} was taken; ask `ckptstream list` later"
+    )]
     Unreachable {
         /// The job.
         job: String,
@@ -341,7 +354,10 @@ impl JobLog {
 
     /// Generations and entries, oldest first.
     pub fn entries(&self) -> impl DoubleEndedIterator<Item = (u64, &Entry)> {
-        (1..).zip(self.entries.iter()).collect::<Vec<_>>().into_iter()
+        (1..)
+            .zip(self.entries.iter())
+            .collect::<Vec<_>>()
+            .into_iter()
     }
 
     /// The first free slot at the time of reading.
@@ -365,10 +381,13 @@ impl JobLog {
                 _ => None,
             })
             .collect();
-        let usable = self.entries().rev().filter_map(|(generation, entry)| match entry {
-            Entry::Image(image) => Some((generation, image)),
-            _ => None,
-        });
+        let usable = self
+            .entries()
+            .rev()
+            .filter_map(|(generation, entry)| match entry {
+                Entry::Image(image) => Some((generation, image)),
+                _ => None,
+            });
         usable
             .filter(|(generation, image)| {
                 !bad.contains(generation) && !self.is_dropped(&image.attempt)
@@ -378,9 +397,9 @@ impl JobLog {
 
     /// The attempt was given up: its data may be gone.
     pub fn is_dropped(&self, attempt: &str) -> bool {
-        self.entries
-            .iter()
-            .any(|entry| matches!(entry, Entry::Dropped { attempt: dropped, .. } if dropped == attempt))
+        self.entries.iter().any(
+            |entry| matches!(entry, Entry::Dropped { attempt: dropped, .. } if dropped == attempt),
+        )
     }
 
     /// The last entry says that the job ended by itself.
@@ -409,9 +428,14 @@ pub async fn append_image(
     if let Some(flaw) = image.flaw() {
         return Err(unfit(flaw));
     }
-    let body = Entry::Image(image.clone()).encode().map_err(|error| unfit(error.to_string()))?;
+    let body = Entry::Image(image.clone())
+        .encode()
+        .map_err(|error| unfit(error.to_string()))?;
     if body.len() > ENTRY_LEN_MAX {
-        return Err(unfit(format!("{} bytes, at most {ENTRY_LEN_MAX}", body.len())));
+        return Err(unfit(format!(
+            "{} bytes, at most {ENTRY_LEN_MAX}",
+            body.len()
+        )));
     }
     let mut generation = from_slot;
     loop {
@@ -432,7 +456,11 @@ pub async fn append_image(
             }
         };
         let key = slot_key(job, generation).map_err(|error| unfit(error.to_string()))?;
-        match store.put_if_absent(&key, body.clone()).await.map_err(failed)? {
+        match store
+            .put_if_absent(&key, body.clone())
+            .await
+            .map_err(failed)?
+        {
             PutOutcome::Created => return Ok(generation),
             PutOutcome::AlreadyExists => {}
         }

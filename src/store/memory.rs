@@ -110,28 +110,45 @@ impl MemoryStore {
         if parts.is_empty() {
             return Err(refused("MalformedXML", "no part is named".to_owned()));
         }
-        if parts.windows(2).any(|pair| pair[0].number >= pair[1].number) {
+        if parts
+            .windows(2)
+            .any(|pair| pair[0].number >= pair[1].number)
+        {
             return Err(refused("InvalidPartOrder", "parts must ascend".to_owned()));
         }
         let mut joined = BytesMut::new();
         for (index, receipt) in parts.iter().enumerate() {
             let number = receipt.number;
-            let part = open.parts.get(&number).filter(|part| part.etag == receipt.etag);
+            let part = open
+                .parts
+                .get(&number)
+                .filter(|part| part.etag == receipt.etag);
             let part = part.ok_or_else(|| refused("InvalidPart", format!("part {number}")))?;
             if part.len < self.part_len_min && index + 1 < parts.len() {
                 return Err(refused(
                     "EntityTooSmall",
-                    format!("part {number} has {} bytes, least {}", part.len, self.part_len_min),
+                    format!(
+                        "part {number} has {} bytes, least {}",
+                        part.len, self.part_len_min
+                    ),
                 ));
             }
-            part.pieces.iter().for_each(|piece| joined.extend_from_slice(piece));
+            part.pieces
+                .iter()
+                .for_each(|piece| joined.extend_from_slice(piece));
         }
         let bytes = joined.freeze();
         if bytes.len() as u64 != len {
-            return Err(refused("InvalidRequest", format!("{} bytes, announced {len}", bytes.len())));
+            return Err(refused(
+                "InvalidRequest",
+                format!("{} bytes, announced {len}", bytes.len()),
+            ));
         }
         if Crc64::of(&bytes).value() != crc64 {
-            return Err(refused("BadDigest", "CRC64NVME of the whole object".to_owned()));
+            return Err(refused(
+                "BadDigest",
+                "CRC64NVME of the whole object".to_owned(),
+            ));
         }
         let etag = state.name("object");
         state.uploads.remove(upload);
@@ -162,7 +179,10 @@ impl MemoryStore {
             what,
         };
         let state = self.lock();
-        let object = state.objects.get(key).ok_or_else(|| not_found(OPERATION, key))?;
+        let object = state
+            .objects
+            .get(key)
+            .ok_or_else(|| not_found(OPERATION, key))?;
         if if_match.is_some_and(|tag| tag != object.etag) {
             return Err(mismatch("the object's tag has changed".to_owned()));
         }
@@ -172,10 +192,15 @@ impl MemoryStore {
                 out.len()
             )));
         }
-        let slice = usize::try_from(range.start).ok().zip(usize::try_from(range.end).ok());
+        let slice = usize::try_from(range.start)
+            .ok()
+            .zip(usize::try_from(range.end).ok());
         let slice = slice.and_then(|(start, end)| object.bytes.get(start..end));
         let slice = slice.ok_or_else(|| {
-            mismatch(format!("range {range:?} of an object of {} bytes", object.bytes.len()))
+            mismatch(format!(
+                "range {range:?} of an object of {} bytes",
+                object.bytes.len()
+            ))
         })?;
         out.copy_from_slice(slice);
         Ok(())
@@ -226,7 +251,10 @@ impl Store for MemoryStore {
             }
             let mut state = self.lock();
             let etag = state.name("part");
-            let open = state.uploads.get_mut(upload).filter(|open| open.key == *key);
+            let open = state
+                .uploads
+                .get_mut(upload)
+                .filter(|open| open.key == *key);
             let open = open.ok_or_else(|| not_found(OPERATION, key))?;
             let PartBody { pieces, len, crc64 } = body;
             let receipt = PartReceipt {
@@ -259,7 +287,11 @@ impl Store for MemoryStore {
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         async move {
             let mut state = self.lock();
-            if state.uploads.get(upload).is_some_and(|open| open.key == *key) {
+            if state
+                .uploads
+                .get(upload)
+                .is_some_and(|open| open.key == *key)
+            {
                 state.uploads.remove(upload);
             }
             Ok(())
@@ -336,7 +368,10 @@ impl Store for MemoryStore {
     fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>> {
         async move {
             let state = self.lock();
-            let hits = state.objects.iter().filter(|(key, _)| key.as_str().starts_with(prefix));
+            let hits = state
+                .objects
+                .iter()
+                .filter(|(key, _)| key.as_str().starts_with(prefix));
             Ok(hits
                 .map(|(key, object)| Listed {
                     key: key.clone(),
@@ -350,9 +385,13 @@ impl Store for MemoryStore {
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
         async move {
             let state = self.lock();
-            let rests = state.objects.keys().filter_map(|key| key.as_str().strip_prefix(prefix));
-            let mut dirs: Vec<String> =
-                rests.filter_map(|rest| Some(rest.split_once('/')?.0.to_owned())).collect();
+            let rests = state
+                .objects
+                .keys()
+                .filter_map(|key| key.as_str().strip_prefix(prefix));
+            let mut dirs: Vec<String> = rests
+                .filter_map(|rest| Some(rest.split_once('/')?.0.to_owned()))
+                .collect();
             dirs.dedup();
             dirs.sort_unstable();
             Ok(dirs)

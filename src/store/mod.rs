@@ -87,7 +87,10 @@ impl PartNumber {
 
     /// `None` unless the number is 1 to [`PartNumber::MAX`].
     pub fn new(number: u64) -> Option<Self> {
-        u16::try_from(number).ok().filter(|number| (1..=Self::MAX).contains(number)).map(Self)
+        u16::try_from(number)
+            .ok()
+            .filter(|number| (1..=Self::MAX).contains(number))
+            .map(Self)
     }
 
     /// The number.
@@ -277,7 +280,10 @@ impl fmt::Display for RetryLimit {
 impl StoreError {
     /// Asking again may help.
     pub fn is_retryable(&self) -> bool {
-        matches!(self, StoreError::SlowDown { .. } | StoreError::Transient { .. })
+        matches!(
+            self,
+            StoreError::SlowDown { .. } | StoreError::Transient { .. }
+        )
     }
 
     /// The object or upload is not there.
@@ -292,14 +298,20 @@ impl StoreError {
 
     /// What is there was read, and is not what was stored; or it is not there.
     pub fn is_about_the_object(&self) -> bool {
-        matches!(self, StoreError::NotFound { .. } | StoreError::Mismatch { .. })
+        matches!(
+            self,
+            StoreError::NotFound { .. } | StoreError::Mismatch { .. }
+        )
     }
 
     /// A write that ended so may have taken effect.
     pub fn is_outcome_unknown(&self) -> bool {
         matches!(
             self,
-            StoreError::SlowDown { .. } | StoreError::Transient { .. } | StoreError::GaveUp { .. } | StoreError::Cancelled { .. }
+            StoreError::SlowDown { .. }
+                | StoreError::Transient { .. }
+                | StoreError::GaveUp { .. }
+                | StoreError::Cancelled { .. }
         )
     }
 }
@@ -331,13 +343,25 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     /// Gives an upload up. One that is gone already is a success.
-    fn abort_upload<'a>(&'a self, key: &'a Key, upload: &'a UploadId) -> BoxFuture<'a, Result<(), StoreError>>;
+    fn abort_upload<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     /// Creates an object unless one stands there (`If-None-Match: *`). Atomic.
-    fn put_if_absent<'a>(&'a self, key: &'a Key, body: Bytes) -> BoxFuture<'a, Result<PutOutcome, StoreError>>;
+    fn put_if_absent<'a>(
+        &'a self,
+        key: &'a Key,
+        body: Bytes,
+    ) -> BoxFuture<'a, Result<PutOutcome, StoreError>>;
 
     /// A whole small object, or `None`. Longer than `len_max` bytes: [`StoreError::Mismatch`], and no more than that is read.
-    fn get<'a>(&'a self, key: &'a Key, len_max: usize) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
+    fn get<'a>(
+        &'a self,
+        key: &'a Key,
+        len_max: usize,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
 
     /// Reads exactly `range` of the object into `out` (`out.len()` = the range's length, in bytes). With `if_match`, only while the object
     /// still has that tag. A short or long body, or another tag, is an error; `out` then holds garbage.

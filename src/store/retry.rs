@@ -53,7 +53,10 @@ impl RetryPolicy {
     /// The pause after so many failed attempts (from 1): half of it certain, half of it random.
     fn pause(&self, failed_attempts: u32) -> Duration {
         let doublings = failed_attempts.saturating_sub(1).min(16);
-        let full = self.pause_first.saturating_mul(1 << doublings).min(self.pause_max);
+        let full = self
+            .pause_first
+            .saturating_mul(1 << doublings)
+            .min(self.pause_max);
         full.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
 }
@@ -132,7 +135,10 @@ impl<S: Store + ?Sized> Retrying<S> {
     async fn settle_put(&self, key: &Key, body: Bytes) -> Result<PutOutcome, StoreError> {
         let mut attempts = self.attempts("PutObject", key.as_str());
         loop {
-            match attempts.run(self.inner.put_if_absent(key, body.clone())).await {
+            match attempts
+                .run(self.inner.put_if_absent(key, body.clone()))
+                .await
+            {
                 Ok(PutOutcome::AlreadyExists) if attempts.unsettled => {
                     // It may stand there because of our own lost attempt: equal bytes are ours.
                     match attempts.run(self.inner.get(key, body.len())).await {
@@ -209,7 +215,9 @@ impl<S: Store + ?Sized> Retrying<S> {
     ) -> Result<(), StoreError> {
         let mut attempts = self.attempts("GetObject", key.as_str());
         loop {
-            let attempt = self.inner.get_range(key, range.clone(), if_match, &mut *out);
+            let attempt = self
+                .inner
+                .get_range(key, range.clone(), if_match, &mut *out);
             match attempts.run(attempt).await {
                 Ok(()) => return Ok(()),
                 Err(error @ StoreError::NotFound { .. }) => {
@@ -372,7 +380,10 @@ async fn passes(deadline: &mut watch::Receiver<Option<Instant>>) {
 #[deny(clippy::missing_trait_methods)]
 impl<S: Store + ?Sized> Store for Retrying<S> {
     fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>> {
-        self.again("CreateMultipartUpload", key.as_str(), || self.inner.begin_upload(key)).boxed()
+        self.again("CreateMultipartUpload", key.as_str(), || {
+            self.inner.begin_upload(key)
+        })
+        .boxed()
     }
 
     fn put_part<'a>(
@@ -404,8 +415,10 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
         key: &'a Key,
         upload: &'a UploadId,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.again("AbortMultipartUpload", key.as_str(), || self.inner.abort_upload(key, upload))
-            .boxed()
+        self.again("AbortMultipartUpload", key.as_str(), || {
+            self.inner.abort_upload(key, upload)
+        })
+        .boxed()
     }
 
     fn put_if_absent<'a>(
@@ -421,7 +434,10 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
         key: &'a Key,
         len_max: usize,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        self.again("GetObject", key.as_str(), move || self.inner.get(key, len_max)).boxed()
+        self.again("GetObject", key.as_str(), move || {
+            self.inner.get(key, len_max)
+        })
+        .boxed()
     }
 
     fn get_range<'a>(
@@ -435,19 +451,23 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
     }
 
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {
-        self.again("HeadObject", key.as_str(), || self.inner.head(key)).boxed()
+        self.again("HeadObject", key.as_str(), || self.inner.head(key))
+            .boxed()
     }
 
     fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>> {
-        self.again("ListObjectsV2", prefix, || self.inner.list(prefix)).boxed()
+        self.again("ListObjectsV2", prefix, || self.inner.list(prefix))
+            .boxed()
     }
 
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        self.again("ListObjectsV2", prefix, || self.inner.list_dirs(prefix)).boxed()
+        self.again("ListObjectsV2", prefix, || self.inner.list_dirs(prefix))
+            .boxed()
     }
 
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.again("DeleteObject", key.as_str(), || self.inner.delete(key)).boxed()
+        self.again("DeleteObject", key.as_str(), || self.inner.delete(key))
+            .boxed()
     }
 
     fn describe(&self) -> String {

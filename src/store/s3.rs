@@ -37,9 +37,9 @@ use aws_sdk_s3::primitives::{ByteStream, DateTime, DateTimeFormat, SdkBody};
 use aws_sdk_s3::types::{
     ChecksumAlgorithm, ChecksumMode, ChecksumType, CompletedMultipartUpload, CompletedPart,
 };
+use aws_smithy_http_client::Connector;
 use aws_smithy_http_client::proxy::ProxyConfig;
 use aws_smithy_http_client::tls::{Provider, TlsContext, TrustStore, rustls_provider::CryptoMode};
-use aws_smithy_http_client::Connector;
 use aws_smithy_runtime_api::client::http::{
     HttpConnectorSettings, SharedHttpConnector, http_client_fn,
 };
@@ -93,7 +93,10 @@ impl S3Store {
     /// else is done; the bucket itself is not asked.
     pub async fn connect(config: &StoreConfig) -> Result<Self, StoreError> {
         let describe = format!("s3://{}/{}", config.bucket, config.prefix);
-        let plain_http = config.endpoint.as_deref().is_some_and(|url| url.starts_with("http://"));
+        let plain_http = config
+            .endpoint
+            .as_deref()
+            .is_some_and(|url| url.starts_with("http://"));
         let tls = tls_context(plain_http, &describe)?;
         let store_client =
             http_client(config.connect_timeout, tls.clone(), ProxyConfig::from_env());
@@ -101,7 +104,11 @@ impl S3Store {
 
         let mut loader = aws_config::defaults(BehaviorVersion::v2026_01_12())
             .http_client(chain_client)
-            .identity_cache(IdentityCache::lazy().buffer_time(CREDENTIALS_RENEWAL).build());
+            .identity_cache(
+                IdentityCache::lazy()
+                    .buffer_time(CREDENTIALS_RENEWAL)
+                    .build(),
+            );
         if let Some(endpoint) = &config.endpoint {
             loader = loader.endpoint_url(endpoint);
         }
@@ -109,8 +116,7 @@ impl S3Store {
         loader = match (&config.region, &config.endpoint) {
             (Some(region), _) => loader.region(Region::new(region.clone())),
             (None, Some(_)) => {
-                let environment =
-                    aws_config::environment::EnvironmentVariableRegionProvider::new();
+                let environment = aws_config::environment::EnvironmentVariableRegionProvider::new();
                 let profile = aws_config::profile::ProfileFileRegionProvider::new();
                 let chain = RegionProviderChain::first_try(environment).or_else(profile);
                 loader.region(chain.or_else(Region::from_static("us-east-1")))
@@ -186,12 +192,7 @@ impl S3Store {
     }
 
     /// Sorts a failure by what the caller does about it.
-    fn sort<E>(
-        &self,
-        operation: &'static str,
-        key: &str,
-        error: SdkError<E, HttpResponse>,
-    ) -> Fault
+    fn sort<E>(&self, operation: &'static str, key: &str, error: SdkError<E, HttpResponse>) -> Fault
     where
         E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
     {
@@ -200,8 +201,13 @@ impl S3Store {
         let header = |name| response.and_then(|response| response.headers().get(name));
         let bucket_region = header("x-amz-bucket-region").map(str::to_owned);
         let service = error.as_service_error();
-        let code = service.and_then(ProvideErrorMetadata::code).unwrap_or_default().to_owned();
-        let message = service.and_then(ProvideErrorMetadata::message).unwrap_or_default();
+        let code = service
+            .and_then(ProvideErrorMetadata::code)
+            .unwrap_or_default()
+            .to_owned();
+        let message = service
+            .and_then(ProvideErrorMetadata::message)
+            .unwrap_or_default();
         let said = match (code.as_str(), message, status) {
             ("", _, Some(status)) => format!("status {status}"),
             ("", _, None) => String::new(),
@@ -225,7 +231,9 @@ impl S3Store {
             SdkError::TimeoutError(_) => "timed out".to_owned(),
             SdkError::DispatchFailure(failure) => {
                 let detail = failure.as_connector_error().map(|error| chain(error));
-                let unknown_name = detail.as_deref().is_some_and(|text| text.contains("dns error"));
+                let unknown_name = detail
+                    .as_deref()
+                    .is_some_and(|text| text.contains("dns error"));
                 let advice = if unknown_name && self.custom_endpoint && !self.path_style {
                     format!(
                         "; the name of the bucket was put before the endpoint's ({}.…): a store without such names wants store.path_style = true",
@@ -236,12 +244,19 @@ impl S3Store {
                 };
                 format!("no answer{advice}")
             }
-            SdkError::ResponseError(_) => format!("the answer (status {}) is cut or unreadable", status.unwrap_or(0)),
+            SdkError::ResponseError(_) => format!(
+                "the answer (status {}) is cut or unreadable",
+                status.unwrap_or(0)
+            ),
             _ => said.clone(),
         };
         let passing = Passing::of(status, &code, matches!(error, SdkError::ServiceError(_)));
         let error = match passing {
-            Passing::SlowDown => StoreError::SlowDown { operation, key, code: said },
+            Passing::SlowDown => StoreError::SlowDown {
+                operation,
+                key,
+                code: said,
+            },
             Passing::Yes => StoreError::Transient {
                 operation,
                 key,
@@ -249,7 +264,11 @@ impl S3Store {
                 source: error.into_source().ok(),
             },
             Passing::NotFound => StoreError::NotFound { operation, key },
-            Passing::Changed => StoreError::Mismatch { operation, key, what: said },
+            Passing::Changed => StoreError::Mismatch {
+                operation,
+                key,
+                what: said,
+            },
             Passing::No => StoreError::Refused {
                 operation,
                 key,
@@ -257,7 +276,11 @@ impl S3Store {
                 code: said,
             },
         };
-        Fault { status, code, error }
+        Fault {
+            status,
+            code,
+            error,
+        }
     }
 
     /// The flag or key that helps with a refusal, or nothing.
@@ -277,28 +300,49 @@ impl S3Store {
             );
         }
         if matches!(status, Some(301 | 307)) || has(&["authorizationheadermalformed"]) {
-            return format!("; the bucket is in another region than {}: set store.region", self.region);
+            return format!(
+                "; the bucket is in another region than {}: set store.region",
+                self.region
+            );
         }
         if has(&["nosuchbucket"]) {
-            return format!("; there is no bucket {:?}: see store.url and store.endpoint", self.bucket);
+            return format!(
+                "; there is no bucket {:?}: see store.url and store.endpoint",
+                self.bucket
+            );
         }
         if has(&["requesttimetooskewed"]) {
             return "; this machine's clock and the store's differ too much".to_owned();
         }
-        if has(&["signaturedoesnotmatch", "invalidaccesskeyid", "expiredtoken", "invalidtoken", "tokenrefreshrequired"]) {
+        if has(&[
+            "signaturedoesnotmatch",
+            "invalidaccesskeyid",
+            "expiredtoken",
+            "invalidtoken",
+            "tokenrefreshrequired",
+        ]) {
             return "; credentials come from the environment (AWS_ACCESS_KEY_ID …), the AWS profile or the instance's role".to_owned();
         }
-        if has(&["content-sha256", "contentsha256", "unsigned-payload", "unsigned payload"]) {
+        if has(&[
+            "content-sha256",
+            "contentsha256",
+            "unsigned-payload",
+            "unsigned payload",
+        ]) {
             return "; a store that wants signed bodies needs store.sign_payload = true".to_owned();
         }
         if has(&["checksum", "trailer", "aws-chunked", "missingcontentlength"]) {
-            return "; a store that does not know CRC64NVME needs store.checksum = \"none\"".to_owned();
+            return "; a store that does not know CRC64NVME needs store.checksum = \"none\""
+                .to_owned();
         }
         if has(&["conditional", "if-none-match", "notimplemented"]) && operation == "PutObject" {
             return "; the log needs a store that honours If-None-Match".to_owned();
         }
         if status == Some(403) {
-            return format!("; the credentials lack the right to {operation} under s3://{}/{}", self.bucket, self.prefix);
+            return format!(
+                "; the credentials lack the right to {operation} under s3://{}/{}",
+                self.bucket, self.prefix
+            );
         }
         String::new()
     }
@@ -306,14 +350,24 @@ impl S3Store {
     async fn begin(&self, key: &Key) -> Result<UploadId, StoreError> {
         const OPERATION: &str = "CreateMultipartUpload";
         let full = self.full(key);
-        let mut request = self.client.create_multipart_upload().bucket(&self.bucket).key(&full);
+        let mut request = self
+            .client
+            .create_multipart_upload()
+            .bucket(&self.bucket)
+            .key(&full);
         if self.checksummed() {
             request = request
                 .checksum_algorithm(ChecksumAlgorithm::Crc64Nvme)
                 .checksum_type(ChecksumType::FullObject);
         }
-        let answer =
-            self.request(OPERATION, &full, self.request_timeout, request.send().boxed()).await?;
+        let answer = self
+            .request(
+                OPERATION,
+                &full,
+                self.request_timeout,
+                request.send().boxed(),
+            )
+            .await?;
         match answer.upload_id {
             Some(id) if !id.is_empty() => Ok(UploadId(id)),
             _ => Err(transient(OPERATION, &full, "the answer names no upload id".to_owned()).error),
@@ -364,7 +418,12 @@ impl S3Store {
             return Err(transient(OPERATION, &full, what).error);
         }
         let etag = answer.e_tag.ok_or_else(|| {
-            transient(OPERATION, &full, format!("the answer to part {number} has no ETag")).error
+            transient(
+                OPERATION,
+                &full,
+                format!("the answer to part {number} has no ETag"),
+            )
+            .error
         })?;
         Ok(PartReceipt {
             number,
@@ -397,7 +456,11 @@ impl S3Store {
             if now != seen {
                 (seen, moved_at) = (now, Instant::now());
             }
-            let limit = if seen < len { self.stall_timeout } else { self.answer_timeout() };
+            let limit = if seen < len {
+                self.stall_timeout
+            } else {
+                self.answer_timeout()
+            };
             if moved_at.elapsed() >= limit {
                 let what = format!("no byte moved for {limit:?} after {seen} of {len} bytes");
                 return Err(transient(operation, key, what).error);
@@ -417,9 +480,14 @@ impl S3Store {
         let full = self.full(key);
         let parts = parts.iter().map(|part| {
             let number = i32::from(part.number.get());
-            CompletedPart::builder().part_number(number).e_tag(&part.etag).build()
+            CompletedPart::builder()
+                .part_number(number)
+                .e_tag(&part.etag)
+                .build()
         });
-        let parts = CompletedMultipartUpload::builder().set_parts(Some(parts.collect())).build();
+        let parts = CompletedMultipartUpload::builder()
+            .set_parts(Some(parts.collect()))
+            .build();
         let mut request = self
             .client
             .complete_multipart_upload()
@@ -433,8 +501,14 @@ impl S3Store {
                 .checksum_type(ChecksumType::FullObject)
                 .mpu_object_size(i64::try_from(len).unwrap_or(i64::MAX));
         }
-        let answer =
-            self.request(OPERATION, &full, self.answer_timeout(), request.send().boxed()).await?;
+        let answer = self
+            .request(
+                OPERATION,
+                &full,
+                self.answer_timeout(),
+                request.send().boxed(),
+            )
+            .await?;
         // An answer that was cut to nothing names no tag: nobody knows whether the object stands.
         match answer.e_tag {
             Some(_) => Ok(()),
@@ -451,8 +525,12 @@ impl S3Store {
             .key(&full)
             .upload_id(&upload.0)
             .send();
-        let answer =
-            self.request("AbortMultipartUpload", &full, self.request_timeout, request.boxed());
+        let answer = self.request(
+            "AbortMultipartUpload",
+            &full,
+            self.request_timeout,
+            request.boxed(),
+        );
         match answer.await {
             Ok(_) => Ok(()),
             Err(fault) if fault.code == "NoSuchUpload" => Ok(()),
@@ -462,8 +540,12 @@ impl S3Store {
 
     async fn create(&self, key: &Key, body: Bytes) -> Result<PutOutcome, StoreError> {
         let full = self.full(key);
-        let mut request =
-            self.client.put_object().bucket(&self.bucket).key(&full).if_none_match("*");
+        let mut request = self
+            .client
+            .put_object()
+            .bucket(&self.bucket)
+            .key(&full)
+            .if_none_match("*");
         if self.checksummed() {
             request = request.checksum_crc64_nvme(Crc64::of(&body).to_base64());
         }
@@ -472,7 +554,12 @@ impl S3Store {
             true => request,
             false => request.disable_payload_signing(),
         };
-        let answer = self.request("PutObject", &full, self.request_timeout, request.send().boxed());
+        let answer = self.request(
+            "PutObject",
+            &full,
+            self.request_timeout,
+            request.send().boxed(),
+        );
         match answer.await {
             Ok(_) => Ok(PutOutcome::Created),
             Err(fault) if fault.status == Some(412) => Ok(PutOutcome::AlreadyExists),
@@ -483,19 +570,35 @@ impl S3Store {
     async fn read_small(&self, key: &Key, len_max: usize) -> Result<Option<Bytes>, StoreError> {
         const OPERATION: &str = "GetObject";
         let full = self.full(key);
-        let request = self.client.get_object().bucket(&self.bucket).key(&full).send();
+        let request = self
+            .client
+            .get_object()
+            .bucket(&self.bucket)
+            .key(&full)
+            .send();
         let read = async {
             let answer = match request.await {
                 Ok(answer) => answer,
                 Err(error) => {
                     let fault = self.sort(OPERATION, &full, error);
                     // Only the store's own word proves that nothing is there; a bare 404 may come from anything on the way.
-                    return if fault.code == "NoSuchKey" { Ok(None) } else { Err(fault.error) };
+                    return if fault.code == "NoSuchKey" {
+                        Ok(None)
+                    } else {
+                        Err(fault.error)
+                    };
                 }
             };
-            let len = answer.content_length.and_then(|len| usize::try_from(len).ok());
+            let len = answer
+                .content_length
+                .and_then(|len| usize::try_from(len).ok());
             let len = len.ok_or_else(|| {
-                transient(OPERATION, &full, "the answer has no Content-Length".to_owned()).error
+                transient(
+                    OPERATION,
+                    &full,
+                    "the answer has no Content-Length".to_owned(),
+                )
+                .error
             })?;
             if len > len_max {
                 return Err(StoreError::Mismatch {
@@ -533,7 +636,10 @@ impl S3Store {
         };
         let len = range.end.checked_sub(range.start);
         if len != Some(out.len() as u64) {
-            return Err(mismatch(format!("range {range:?} into a buffer of {} bytes", out.len())));
+            return Err(mismatch(format!(
+                "range {range:?} into a buffer of {} bytes",
+                out.len()
+            )));
         }
         if out.is_empty() {
             return Ok(());
@@ -545,10 +651,14 @@ impl S3Store {
             .key(&full)
             .range(format!("bytes={}-{}", range.start, range.end - 1))
             .set_if_match(if_match.map(str::to_owned));
-        let answer =
-            self.request(OPERATION, &full, self.stall_timeout, request.send().boxed()).await?;
+        let answer = self
+            .request(OPERATION, &full, self.stall_timeout, request.send().boxed())
+            .await?;
         let whole = range.start == 0
-            && answer.content_length.and_then(|len| u64::try_from(len).ok()) == Some(range.end);
+            && answer
+                .content_length
+                .and_then(|len| u64::try_from(len).ok())
+                == Some(range.end);
         let fits = match answer.content_range.as_deref() {
             Some(text) => content_range(text) == Some(range.start..range.end),
             None => whole,
@@ -556,7 +666,10 @@ impl S3Store {
         if !fits {
             return Err(mismatch(format!(
                 "asked for bytes {range:?}, the store answers {}",
-                answer.content_range.as_deref().unwrap_or("with the whole object")
+                answer
+                    .content_range
+                    .as_deref()
+                    .unwrap_or("with the whole object")
             )));
         }
         if let (Some(wanted), Some(tag)) = (if_match, answer.e_tag.as_deref())
@@ -568,7 +681,12 @@ impl S3Store {
     }
 
     /// Reads a body that must be exactly as long as `out`, for as long as it moves.
-    async fn fill(&self, key: &str, mut body: ByteStream, out: &mut [u8]) -> Result<(), StoreError> {
+    async fn fill(
+        &self,
+        key: &str,
+        mut body: ByteStream,
+        out: &mut [u8],
+    ) -> Result<(), StoreError> {
         const OPERATION: &str = "GetObject";
         let len = out.len();
         let mut filled = 0;
@@ -612,24 +730,46 @@ impl S3Store {
         if self.checksummed() {
             request = request.checksum_mode(ChecksumMode::Enabled);
         }
-        let request = request.customize().interceptor(AnswerDate(Arc::clone(&date))).send();
-        let answer = self.request(OPERATION, &full, self.request_timeout, request.boxed()).await;
+        let request = request
+            .customize()
+            .interceptor(AnswerDate(Arc::clone(&date)))
+            .send();
+        let answer = self
+            .request(OPERATION, &full, self.request_timeout, request.boxed())
+            .await;
         let answer = match answer {
             Ok(answer) => answer,
             Err(fault) if fault.status == Some(404) => return Ok(None),
             Err(fault) => return Err(fault.error),
         };
-        let len = answer.content_length.and_then(|len| u64::try_from(len).ok());
+        let len = answer
+            .content_length
+            .and_then(|len| u64::try_from(len).ok());
         let len = len.ok_or_else(|| {
-            transient(OPERATION, &full, "the answer has no Content-Length".to_owned()).error
+            transient(
+                OPERATION,
+                &full,
+                "the answer has no Content-Length".to_owned(),
+            )
+            .error
         })?;
         // A composite value (checksum of checksums) ends in `-N` and is not comparable with ours.
-        let full_object =
-            answer.checksum_type.as_ref().is_none_or(|kind| *kind == ChecksumType::FullObject);
-        let crc64 = answer.checksum_crc64_nvme.as_deref().filter(|_| full_object);
-        let age = date.get().zip(answer.last_modified).and_then(|(now, then): (&DateTime, _)| {
-            u64::try_from(now.secs().saturating_sub(then.secs())).ok().map(Duration::from_secs)
-        });
+        let full_object = answer
+            .checksum_type
+            .as_ref()
+            .is_none_or(|kind| *kind == ChecksumType::FullObject);
+        let crc64 = answer
+            .checksum_crc64_nvme
+            .as_deref()
+            .filter(|_| full_object);
+        let age = date
+            .get()
+            .zip(answer.last_modified)
+            .and_then(|(now, then): (&DateTime, _)| {
+                u64::try_from(now.secs().saturating_sub(then.secs()))
+                    .ok()
+                    .map(Duration::from_secs)
+            });
         Ok(Some(ObjectInfo {
             len,
             etag: answer.e_tag,
@@ -657,8 +797,9 @@ impl S3Store {
                 .set_delimiter(delimiter.map(str::to_owned))
                 .set_continuation_token(next.clone())
                 .send();
-            let page =
-                self.request(OPERATION, &full, self.request_timeout, request.boxed()).await?;
+            let page = self
+                .request(OPERATION, &full, self.request_timeout, request.boxed())
+                .await?;
             let following = page.next_continuation_token.clone();
             let more = page.is_truncated.unwrap_or(false);
             pages.push(page);
@@ -693,7 +834,15 @@ impl S3Store {
         let pages = self.pages(prefix, Some("/")).await?;
         let found = pages.iter().flat_map(ListObjectsV2Output::common_prefixes);
         let mut names: Vec<String> = found
-            .filter_map(|found| Some(found.prefix()?.strip_prefix(&full)?.strip_suffix('/')?.to_owned()))
+            .filter_map(|found| {
+                Some(
+                    found
+                        .prefix()?
+                        .strip_prefix(&full)?
+                        .strip_suffix('/')?
+                        .to_owned(),
+                )
+            })
             .collect();
         names.sort_unstable();
         Ok(names)
@@ -701,7 +850,12 @@ impl S3Store {
 
     async fn remove(&self, key: &Key) -> Result<(), StoreError> {
         let full = self.full(key);
-        let request = self.client.delete_object().bucket(&self.bucket).key(&full).send();
+        let request = self
+            .client
+            .delete_object()
+            .bucket(&self.bucket)
+            .key(&full)
+            .send();
         let answer = self.request("DeleteObject", &full, self.request_timeout, request.boxed());
         match answer.await {
             Ok(_) => Ok(()),
@@ -833,10 +987,25 @@ impl Passing {
     /// `service` says that the store answered with an error document, or with a status that is one.
     fn of(status: Option<u16>, code: &str, service: bool) -> Self {
         match (status, code) {
-            (_, "SlowDown" | "SlowDownRead" | "SlowDownWrite" | "TooManyRequests" | "RequestLimitExceeded")
+            (
+                _,
+                "SlowDown"
+                | "SlowDownRead"
+                | "SlowDownWrite"
+                | "TooManyRequests"
+                | "RequestLimitExceeded",
+            )
             | (Some(429), _) => Self::SlowDown,
             // The code decides before the status: S3 sends 200 before it has assembled an object. BadDigest: damaged on the way.
-            (_, "InternalError" | "ServiceUnavailable" | "RequestTimeout" | "BadDigest" | "OperationAborted" | "ConditionalRequestConflict") => Self::Yes,
+            (
+                _,
+                "InternalError"
+                | "ServiceUnavailable"
+                | "RequestTimeout"
+                | "BadDigest"
+                | "OperationAborted"
+                | "ConditionalRequestConflict",
+            ) => Self::Yes,
             (_, "NoSuchBucket") | (Some(501), _) => Self::No,
             (Some(500..), _) => Self::Yes,
             (Some(404), _) | (_, "NoSuchKey" | "NoSuchUpload") => Self::NotFound,
@@ -879,10 +1048,13 @@ async fn payload_digest(pieces: Vec<Bytes>) -> String {
     let digest = tokio::task::spawn_blocking(move || {
         let mut hasher = Sha256::new();
         pieces.iter().for_each(|piece| hasher.update(piece));
-        hasher.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
-            let _infallible = write!(hex, "{byte:02x}");
-            hex
-        })
+        hasher
+            .finalize()
+            .iter()
+            .fold(String::with_capacity(64), |mut hex, byte| {
+                let _infallible = write!(hex, "{byte:02x}");
+                hex
+            })
     });
     match digest.await {
         Ok(hex) => hex,
@@ -915,7 +1087,9 @@ fn tls_context(plain_http: bool, describe: &str) -> Result<TlsContext, StoreErro
 
 /// One connection pool of our own. No read timeout: it would count from the start of a request, its upload included.
 fn http_client(connect_timeout: Duration, tls: TlsContext, proxy: ProxyConfig) -> SharedHttpClient {
-    let settings = HttpConnectorSettings::builder().connect_timeout(connect_timeout).build();
+    let settings = HttpConnectorSettings::builder()
+        .connect_timeout(connect_timeout)
+        .build();
     let connector = Connector::builder()
         .connector_settings(settings)
         .proxy_config(proxy)
@@ -929,7 +1103,9 @@ fn http_client(connect_timeout: Duration, tls: TlsContext, proxy: ProxyConfig) -
 /// The credentials' client uses a proxy for HTTPS only: metadata services speak plain HTTP and are reached directly.
 fn credentials_proxy() -> ProxyConfig {
     let variable = |name: &str| {
-        std::env::var(name).or_else(|_| std::env::var(name.to_ascii_lowercase())).ok()
+        std::env::var(name)
+            .or_else(|_| std::env::var(name.to_ascii_lowercase()))
+            .ok()
     };
     match variable("HTTPS_PROXY").map(ProxyConfig::https) {
         Some(Ok(proxy)) => proxy.no_proxy(variable("NO_PROXY").unwrap_or_default()),
@@ -938,14 +1114,17 @@ fn credentials_proxy() -> ProxyConfig {
 }
 
 async fn check_credentials(sdk: &SdkConfig, describe: &str) -> Result<(), StoreError> {
-    let refused = |what: String| StoreError::Refused {
+    let refused = |what: String| {
+        StoreError::Refused {
         operation: "connect",
         key: describe.to_owned(),
         code: what,
         advice: "; they come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), the AWS profile or the instance's role".to_owned(),
+    }
     };
-    let provider =
-        sdk.credentials_provider().ok_or_else(|| refused("no credentials are set up".to_owned()))?;
+    let provider = sdk
+        .credentials_provider()
+        .ok_or_else(|| refused("no credentials are set up".to_owned()))?;
     match provider.provide_credentials().await {
         Ok(_) => Ok(()),
         Err(error) => Err(refused(format!("no credentials: {}", chain(&error)))),
@@ -989,7 +1168,8 @@ impl Intercept for AnswerDate {
         _config: &mut ConfigBag,
     ) -> Result<(), BoxError> {
         let date = context.response().headers().get("date");
-        if let Some(date) = date.and_then(|t| DateTime::from_str(t, DateTimeFormat::HttpDate).ok()) {
+        if let Some(date) = date.and_then(|t| DateTime::from_str(t, DateTimeFormat::HttpDate).ok())
+        {
             let _first_one_stays = self.0.set(date);
         }
         Ok(())
