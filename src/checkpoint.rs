@@ -97,7 +97,7 @@ fn save(
     attempt: &Attempt,
     running: RunningProcess,
 ) -> Result<(Committed, CheckpointedProcess), Failure> {
-    let memory = Memory::allocate(session, driver, attempt.plan)?;
+    let memory = Memory::allocate(session, driver, attempt.plan.clone())?;
     let memory_planned = memory.plan.total_bytes;
 
     let locked_at = clock.enter(Phase::Lock);
@@ -232,14 +232,16 @@ impl Attempt {
         }
         self.next_slot = JobLog::read(&*session.store, job).await.map_err(OpenError::Log)?.next_slot();
 
+        let nonce = self.nonce.as_str();
         let opened = join_all(driver.devices().iter().enumerate().map(|(device, gpu)| async move {
-            let relative = format!("data/{}/{}/gpu-{}.{}.zst", self.nonce, target.pid, bare_uuid(gpu), short_nonce());
+            let relative = format!("data/{nonce}/{}/gpu-{}.{}.zst", target.pid, bare_uuid(gpu), short_nonce());
             let key = Key::of_job(job, &relative).map_err(OpenError::Key)?;
             let upload = session.store.begin_upload(&key).await?;
             Ok::<_, OpenError>(OpenUpload { device, key, upload })
         }));
         let mut failed = None;
-        for outcome in opened.await {
+        let opened = opened.await;
+        for outcome in opened {
             match outcome {
                 Ok(upload) => self.uploads.push(upload),
                 Err(error) => failed = failed.or(Some(error)),
@@ -280,7 +282,7 @@ impl OpenError {
     fn code(&self) -> ExitCode {
         match self {
             Self::Store(error) => code_before_begin(error),
-            Self::Log(job_log::LogError::Store(error)) => code_before_begin(error),
+            Self::Log(job_log::LogError::Store { source, .. }) => code_before_begin(source),
             Self::Log(_) | Self::Key(_) => ExitCode::Preflight,
             Self::Claimed { .. } => ExitCode::NotOurs,
         }
@@ -514,6 +516,7 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
     let manifest = manifest(session, driver, target, attempt, extents);
     let encoded = manifest.encode();
     let manifest_digest = crate::manifest::digest_of(&encoded);
+    let manifest_len = encoded.len();
     // What does not verify must not be committed: the reader is our own, asked beforehand.
     Manifest::decode_and_verify(&encoded, job.as_str(), &attempt.nonce)?;
     let manifest_key = crate::manifest::manifest_key(&attempt.nonce);
@@ -524,6 +527,8 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
         futures::future::try_join_all(puts).await?;
         put_new(store, Key::of_job(job, &manifest_key)?, encoded).await?;
         let entry = ImageEntry {
+            writer: attempt.nonce.clone(),
+            manifest_len: manifest_len as u64,
             attempt: attempt.nonce.clone(),
             manifest_key,
             manifest_digest,
@@ -533,7 +538,7 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
             created_ms: manifest.created_ms,
             tool: tool(),
         };
-        let generation = job_log::append_image(store, job, attempt.next_slot, entry).await.map_err(CommitFailed::Log)?;
+        let generation = job_log::append_image(store, job, attempt.next_slot, &entry).await.map_err(CommitFailed::Log)?;
         Ok(Image { generation, attempt: attempt.nonce.clone(), manifest_digest, manifest, tables: vec![tables] })
     })
 }

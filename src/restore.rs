@@ -21,7 +21,7 @@ use futures::StreamExt;
 use crate::checkpoint::look;
 use crate::codec::Decoder;
 use crate::config::Verify;
-use crate::driver::{BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid, ProcessState};
+use crate::driver::{BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef};
 use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifest, ProcessRecord};
@@ -132,7 +132,6 @@ pub(crate) fn bring_back(
     };
     let loaded = if lanes.is_empty() {
         // No GPU held data: there is nothing to fetch, and the driver still has to be asked.
-        let mut begin = begin;
         begin().map(|_none: Vec<Extent>| Loaded { stages: Vec::new(), slowest_stage: None })
     } else {
         pipeline::load(&lanes, resources, Destination::Gpus { queues, begin: Box::new(begin) })

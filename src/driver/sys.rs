@@ -98,7 +98,6 @@ api! {
         init: c"cuInit" = fn(c_uint);
         driver_get_version: c"cuDriverGetVersion" = fn(*mut c_int);
         get_error_name: c"cuGetErrorName" = fn(c_uint, *mut *const c_char);
-        get_error_string: c"cuGetErrorString" = fn(c_uint, *mut *const c_char);
         device_get_count: c"cuDeviceGetCount" = fn(*mut c_int);
         device_get: c"cuDeviceGet" = fn(*mut CUdevice, c_int);
         device_get_name: c"cuDeviceGetName" = fn(*mut c_char, c_int, CUdevice);
@@ -107,7 +106,6 @@ api! {
         device_total_mem: c"cuDeviceTotalMem" = fn(*mut usize, CUdevice);
         device_get_pci_bus_id: c"cuDeviceGetPCIBusId" = fn(*mut c_char, c_int, CUdevice);
         primary_ctx_retain: c"cuDevicePrimaryCtxRetain" = fn(*mut CUcontext, CUdevice);
-        primary_ctx_release: c"cuDevicePrimaryCtxRelease" = fn(CUdevice);
         ctx_set_current: c"cuCtxSetCurrent" = fn(CUcontext);
         mem_get_info: c"cuMemGetInfo" = fn(*mut usize, *mut usize);
         mem_alloc: c"cuMemAlloc" = fn(*mut CUdeviceptr, usize);
