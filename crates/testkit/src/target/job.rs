@@ -687,9 +687,7 @@ mod tests {
             );
         }
         let computed = plan(&[(63, Fill::Random)], None);
-        let error = Job::fill(Fake::new(&computed), computed.clone())
-            .err()
-            .expect("no room");
+        let error = Job::fill(Fake::new(&computed), computed.clone()).expect_err("no room");
         assert_eq!(
             error.to_string(),
             "no GPU has the 80 bytes that the state of a job takes (63 in all): raise --bytes or use --steps 0"
