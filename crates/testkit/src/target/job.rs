@@ -58,7 +58,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"ckpt-job");
 /// The stored step count of a job without an end.
 const FOR_EVER: u64 = u64::MAX;
 /// Bytes of the header before its two words per GPU.
-const HEADER_FIXED_LEN: usize = 48;
+const HEADER_FIXED_LEN: usize = 32;
 
 /// Number and state of a block.
 #[derive(Debug, Clone, Copy)]
@@ -157,8 +157,8 @@ impl<M: DeviceMemory> Job<M> {
         Ok((job, digest.map(|digest| Digest(digest.finish_128()))))
     }
 
-    /// Takes over the job that an image brought into `memory`: all but the sizes comes from there, not from `plan`.
-    /// The first thing it does is a CUDA call, which waits until the process is unlocked.
+    /// Takes over the job that an image brought into `memory`: seed, step count and fill come from there,
+    /// sizes and pace from `plan`. The first thing it does is a CUDA call, which waits until the process is unlocked.
     ///
     /// # Errors
     /// The memory holds no job, one of other sizes, or blocks of different moments; a CUDA call failed.
@@ -364,14 +364,12 @@ impl Plan {
         HEADER_FIXED_LEN + 16 * self.gpus.len()
     }
 
-    /// Magic, seed, step count, pause, digest period, number of GPUs; then size and fill kind of each GPU: little-endian words.
+    /// Magic, seed, step count, number of GPUs; then size and fill kind of each GPU: little-endian words.
     fn encode_header(&self, place: &mut [u8]) {
         let fixed = [
             MAGIC,
             self.seed,
             self.step_count.unwrap_or(FOR_EVER),
-            self.step_pause_ms,
-            self.digest_every,
             self.gpus.len() as u64,
         ];
         let per_gpu = self
@@ -386,14 +384,14 @@ impl Plan {
         }
     }
 
-    /// The stored plan, if it has the sizes of this one.
+    /// The plan with what is stored, if the sizes are the same.
     fn decode_header(&self, header: &[u8]) -> Result<Self, TargetError> {
         if word(header, 0) != MAGIC {
             return Err(TargetError::NoJob {
                 found: word(header, 0),
             });
         }
-        let gpu_count = word(header, 5);
+        let gpu_count = word(header, 3);
         if gpu_count != self.gpus.len() as u64 {
             return Err(TargetError::OtherGpuCount {
                 stored: gpu_count,
@@ -401,7 +399,7 @@ impl Plan {
             });
         }
         let gpus = self.gpus.iter().enumerate().map(|(gpu_index, gpu)| {
-            let bytes = word(header, 6 + 2 * gpu_index);
+            let bytes = word(header, 4 + 2 * gpu_index);
             if bytes != gpu.bytes {
                 return Err(TargetError::OtherSize {
                     gpu_index,
@@ -409,7 +407,7 @@ impl Plan {
                     given: gpu.bytes,
                 });
             }
-            let code = word(header, 7 + 2 * gpu_index);
+            let code = word(header, 5 + 2 * gpu_index);
             let fill = Fill::from_code(code).ok_or(TargetError::UnknownFill { gpu_index, code })?;
             Ok(GpuPlan { bytes, fill })
         });
@@ -417,8 +415,7 @@ impl Plan {
             gpus: gpus.collect::<Result<_, _>>()?,
             seed: word(header, 1),
             step_count: Some(word(header, 2)).filter(|&step_count| step_count != FOR_EVER),
-            step_pause_ms: word(header, 3),
-            digest_every: word(header, 4),
+            ..*self
         })
     }
 }
@@ -577,7 +574,11 @@ mod tests {
                 ..plan.clone()
             };
             let (mut job, progress) = Job::resume(memory, same_sizes).expect("resume");
-            assert_eq!(job.plan(), &plan, "all but the sizes comes from the image");
+            assert_eq!(
+                job.plan(),
+                &plan,
+                "seed, step count and fill come from the image"
+            );
             let mut at = usize::try_from(progress.step).expect("small");
             mid_step_count += usize::from(!progress.is_between_steps);
             if progress.is_between_steps {
@@ -690,7 +691,7 @@ mod tests {
         let error = Job::fill(Fake::new(&computed), computed.clone()).expect_err("no room");
         assert_eq!(
             error.to_string(),
-            "no GPU has the 80 bytes that the state of a job takes (63 in all): raise --bytes or use --steps 0"
+            "no GPU has the 64 bytes that the state of a job takes (63 in all): raise --bytes or use --steps 0"
         );
         let nothing = plan(&[(0, Fill::Random)], None);
         assert_eq!(

@@ -4,7 +4,7 @@
 //! say what the job has reached, each with a digest of all GPU memory. Any failure ends it with status 1 and one line on standard error.
 //!
 //! The process holds no open file and no runtime, so that CRIU can dump it, and nothing in host memory that a fresh process could not find
-//! again in GPU memory (see [`job`]). It has no signal handler: SIGTERM ends it.
+//! again in GPU memory or on the same command line (see [`job`]). It has no signal handler: SIGTERM ends it.
 
 mod args;
 mod cuda;
