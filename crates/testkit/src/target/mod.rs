@@ -10,6 +10,7 @@ mod args;
 mod cuda;
 mod fill;
 mod job;
+mod layout;
 
 use std::io::Write;
 use std::process::ExitCode;
