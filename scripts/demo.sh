@@ -2,6 +2,7 @@
 # The main job, start to end, on this machine alone: an emulated training job on two emulated GPUs is saved to S3, killed, and put back into
 # fresh processes, on the same GPUs and then on others, where it must go on exactly as if nothing had happened.
 # Needs a Rust toolchain; installs what else it misses on Debian and Ubuntu. GPUs and S3 server are emulated: no figure here is one of hardware.
+set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 GPU_COUNT=2

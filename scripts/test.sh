@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything that must pass. Needs a Rust toolchain; installs what else it misses on Debian and Ubuntu.
+set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 need_build_tools
 need zstd zstd
-need python3 python3
 
 # has_component NAME: cargo can run it. A toolchain of the minimal profile has neither of the two.
 has_component() {
