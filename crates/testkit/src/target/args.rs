@@ -1,0 +1,163 @@
+//! What the user of `testkit target` typed, and what follows from it.
+//!
+//! In: the command line. Out: a [`Plan`] with one size and one fill kind per GPU. Fails on a list that does not fit the number of GPUs.
+
+use super::TargetError;
+use super::fill::Fill;
+
+/// Flags of `testkit target`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// GPUs to use, from device ordinal 0 on
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    gpus: u32,
+    /// Memory per GPU, as "512MiB"; a comma list is one size per GPU, of which the last repeats; 0 = a GPU without memory
+    #[arg(long, required = true, value_name = "SIZE[,SIZE...]", value_delimiter = ',', value_parser = parse_size)]
+    bytes: Vec<u64>,
+    /// What the memory looks like; a comma list is one kind per GPU, of which the last repeats
+    #[arg(
+        long,
+        value_enum,
+        default_value = "mixed",
+        value_name = "KIND[,KIND...]",
+        value_delimiter = ','
+    )]
+    fill: Vec<Fill>,
+    /// Decides every byte together with the other flags
+    #[arg(long, default_value_t = 0, value_name = "S")]
+    seed: u64,
+    /// Steps to compute, then exit; 0 = hold the memory and compute nothing [default: for ever]
+    #[arg(long, value_name = "K")]
+    steps: Option<u64>,
+    /// Milliseconds to pause after each step
+    #[arg(long, default_value_t = 0, value_name = "MS")]
+    step_ms: u64,
+    /// Print a digest with every N-th step; 0 = only at the end
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    digest_every: u64,
+    /// Come up suspended, as after CRIU: wait to be restored, then go on from what the image holds
+    #[arg(long)]
+    pub(super) suspended: bool,
+}
+
+/// The memory and the work of a job, resolved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Plan {
+    pub(crate) gpus: Vec<GpuPlan>,
+    pub(crate) seed: u64,
+    /// `None` = for ever.
+    pub(crate) step_count: Option<u64>,
+    pub(crate) step_pause_ms: u64,
+    /// 0 = only at the end.
+    pub(crate) digest_every: u64,
+}
+
+/// The memory of one GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GpuPlan {
+    pub(crate) bytes: u64,
+    pub(crate) fill: Fill,
+}
+
+impl Args {
+    /// Spreads the lists over the GPUs.
+    ///
+    /// # Errors
+    /// A list with more entries than there are GPUs.
+    pub(crate) fn plan(&self) -> Result<Plan, TargetError> {
+        let gpu_count = self.gpus as usize;
+        for (flag, len) in [("--bytes", self.bytes.len()), ("--fill", self.fill.len())] {
+            if len > gpu_count {
+                return Err(TargetError::ListTooLong {
+                    flag,
+                    len,
+                    gpu_count,
+                });
+            }
+        }
+        let gpus = (0..gpu_count)
+            .map(|index| GpuPlan {
+                bytes: at_or_last(&self.bytes, index),
+                fill: at_or_last(&self.fill, index),
+            })
+            .collect();
+        Ok(Plan {
+            gpus,
+            seed: self.seed,
+            step_count: self.steps,
+            step_pause_ms: self.step_ms,
+            digest_every: self.digest_every,
+        })
+    }
+}
+
+/// The entry at `index`, or the last one: clap gives neither list empty.
+fn at_or_last<T: Copy>(list: &[T], index: usize) -> T {
+    list[index.min(list.len() - 1)]
+}
+
+/// Bytes from "4096", "64KiB", "512MiB" or "8GiB".
+fn parse_size(text: &str) -> Result<u64, String> {
+    let digits_len = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (digits, unit) = text.split_at(digits_len);
+    let shift = match unit {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        _ => return Err(format!("unknown unit {unit:?}: use B, KiB, MiB or GiB")),
+    };
+    let number: u64 = digits
+        .parse()
+        .map_err(|error| format!("{digits:?} is no number of bytes: {error}"))?;
+    number
+        .checked_mul(1 << shift)
+        .ok_or_else(|| "more than 64 bits of bytes".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn plan(line: &str) -> Result<Plan, TargetError> {
+        Line::try_parse_from(std::iter::once("target").chain(line.split(' ')))
+            .expect("the line parses")
+            .args
+            .plan()
+    }
+
+    #[test]
+    fn lists_repeat_their_last_entry() {
+        let plan = plan("--gpus 3 --bytes 1MiB,0 --fill random,zeros").expect("fits");
+        let gpus: Vec<_> = plan.gpus.iter().map(|gpu| (gpu.bytes, gpu.fill)).collect();
+        assert_eq!(
+            gpus,
+            [(1 << 20, Fill::Random), (0, Fill::Zeros), (0, Fill::Zeros)]
+        );
+        assert_eq!(plan.step_count, None);
+    }
+
+    #[test]
+    fn too_long_a_list_is_named() {
+        let error = plan("--gpus 1 --bytes 1,2").expect_err("two sizes for one GPU");
+        assert_eq!(error.to_string(), "--bytes has 2 entries for 1 GPUs");
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(parse_size("0"), Ok(0));
+        assert_eq!(parse_size("4097"), Ok(4097));
+        assert_eq!(parse_size("3KiB"), Ok(3072));
+        assert_eq!(parse_size("2GiB"), Ok(2 << 30));
+        for bad in ["", "MiB", "1MB", "1 MiB", "-1", "99999999999GiB"] {
+            assert!(parse_size(bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Everything that must pass. Needs a Rust toolchain; installs what else it misses on Debian and Ubuntu.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+need_build_tools
+need zstd zstd
+
+# has_component NAME: cargo can run it. A toolchain of the minimal profile has neither of the two.
+has_component() {
+    cargo "$1" --version >/dev/null 2>&1
+}
+
+if has_component fmt; then
+    say "== format"
+    cargo fmt --all -- --check
+else
+    say "== format: not checked, rustfmt is not installed"
+fi
+
+say "== build"
+build_all
+
+if has_component clippy; then
+    say "== lints"
+    cargo clippy --release --workspace --all-targets --locked -- -D warnings
+else
+    say "== lints: not checked, clippy is not installed"
+fi
+
+say "== tests"
+# NVIDIA's own header for the test that compiles against it; a stock S3 client and a stock zstd for those that read our objects with them.
+TEST_PYTHON=$(python_with 'nvidia-cuda-runtime==13.5.*' boto3 zstandard)
+CUDA_INCLUDE_DIR=$("$TEST_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia/cu13/include")')
+[ -e "$CUDA_INCLUDE_DIR/cuda.h" ] || fail "the package nvidia-cuda-runtime has no cuda.h in $CUDA_INCLUDE_DIR"
+EMULATED_DRIVER_DIR=$(emulated_driver_dir)
+export TEST_PYTHON CUDA_INCLUDE_DIR EMULATED_DRIVER_DIR
+cargo test --release --workspace --all-targets --locked
+
+say "== documentation examples"
+cargo test --release --workspace --doc --locked
+
+say "test: OK, all of it passed in $SECONDS s"
