@@ -4,7 +4,8 @@
 //! stages behind it starve, so it is the one that waited least.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::outcome::StageOutcome;
 
@@ -63,6 +64,54 @@ impl Gauge {
             blocked_seconds: per_worker(&self.blocked_ns),
             rate,
         }
+    }
+}
+
+/// How full a stage that works for others is: requests on the wire out of those that there is room for. Below half of them it counts as waiting.
+#[derive(Debug)]
+pub(super) struct Occupancy {
+    room: usize,
+    state: Mutex<Occupied>,
+}
+
+#[derive(Debug)]
+struct Occupied {
+    count: usize,
+    since: Instant,
+    waited: Duration,
+}
+
+impl Occupancy {
+    /// Nothing on the wire yet, room for `room` requests.
+    pub(super) fn new(room: usize) -> Self {
+        Self { room, state: Mutex::new(Occupied { count: 0, since: Instant::now(), waited: Duration::ZERO }) }
+    }
+
+    /// A request goes out.
+    pub(super) fn enter(&self) {
+        self.change(|count| count + 1);
+    }
+
+    /// A request is answered.
+    pub(super) fn leave(&self) {
+        self.change(|count| count.saturating_sub(1));
+    }
+
+    /// Time below half of the room, up to now.
+    pub(super) fn waited(&self) -> Duration {
+        self.change(|count| count)
+    }
+
+    fn change(&self, next: impl FnOnce(usize) -> usize) -> Duration {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if state.count * 2 < self.room {
+            let elapsed = now.duration_since(state.since);
+            state.waited += elapsed;
+        }
+        state.since = now;
+        state.count = next(state.count);
+        state.waited
     }
 }
 

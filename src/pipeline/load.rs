@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -13,7 +13,7 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, slowest};
+use super::gauge::{Gauge, Occupancy, slowest};
 use super::save::{ChunkSender, spawn};
 use super::transfer::task_panicked;
 use crate::codec::Decoder;
@@ -112,7 +112,7 @@ pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destinati
         store: Arc::clone(&resources.store),
         runtime: resources.runtime.clone(),
         buffers: resources.fetch_buffers.clone(),
-        under_way: Arc::new(AtomicUsize::new(0)),
+        occupancy: Arc::new(Occupancy::new(resources.fetch_buffers.count())),
         gauge: Arc::clone(&fetch_gauge),
         meter: Arc::clone(&resources.meter),
         abort: Arc::clone(&abort),
@@ -233,7 +233,7 @@ struct Fetcher {
     store: Arc<dyn Store>,
     runtime: tokio::runtime::Handle,
     buffers: BufferPool,
-    under_way: Arc<AtomicUsize>,
+    occupancy: Arc<Occupancy>,
     gauge: Arc<Gauge>,
     meter: Arc<Meter>,
     abort: Arc<Abort>,
@@ -246,15 +246,10 @@ impl Fetcher {
         let mut tasks = tokio::task::JoinSet::new();
         let mut outcome = Ok(());
         for (lane, group) in self.in_turn(lanes) {
-            let wait = Instant::now();
-            let Ok((buffer, waited)) = self.buffers.acquire() else {
+            let Ok((buffer, _waited)) = self.buffers.acquire() else {
                 outcome = Err(PipelineError::Cancelled);
                 break;
             };
-            // Few ranges on the wire while no buffer is free: they wait for the decompressors, not for the store.
-            if wait.elapsed().as_micros() > 100 && self.under_way.load(Ordering::Relaxed) * 2 < self.buffers.count() {
-                self.gauge.blocked(waited);
-            }
             tasks.spawn_on(self.fetch(lane, &lanes[lane], group, buffer, jobs.clone()), &self.runtime);
         }
         drop(jobs);
@@ -267,7 +262,10 @@ impl Fetcher {
                 }
             }
         });
-        self.gauge.busy(0, started.elapsed());
+        // Few ranges on the wire: the buffers are full of frames that wait for the decompressors.
+        let waited = self.occupancy.waited();
+        self.gauge.blocked(waited);
+        self.gauge.busy(0, started.elapsed().saturating_sub(waited));
         outcome
     }
 
@@ -303,19 +301,19 @@ impl Fetcher {
     ) -> impl Future<Output = Result<(), PipelineError>> + Send + use<> {
         let (store, abort) = (Arc::clone(&self.store), Arc::clone(&self.abort));
         let (meter, lane_meter) = (Arc::clone(&self.meter), Arc::clone(&lane.meter));
-        let (gauge, under_way) = (Arc::clone(&self.gauge), Arc::clone(&self.under_way));
+        let (gauge, occupancy) = (Arc::clone(&self.gauge), Arc::clone(&self.occupancy));
         let (key, etag) = (lane.key.clone(), lane.etag.clone());
         let frames = lane.frames[group.frames.clone()].to_vec();
         async move {
             let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
-            under_way.fetch_add(1, Ordering::Relaxed);
+            occupancy.enter();
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let read = tokio::select! {
                 read = store.get_range(&key, group.bytes.clone(), etag.as_deref(), &mut buffer[..len]) => Some(read),
                 () = abort.token().cancelled() => None,
             };
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
-            under_way.fetch_sub(1, Ordering::Relaxed);
+            occupancy.leave();
             match read {
                 None => return Err(PipelineError::Cancelled),
                 Some(read) => read?,

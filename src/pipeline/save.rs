@@ -10,7 +10,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, slowest};
+use super::gauge::{Gauge, Occupancy, slowest};
 use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer};
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Crc64, Encoder};
@@ -104,11 +104,13 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         .iter()
         .map(|lane| UploadTarget { key: lane.key.clone(), upload: lane.upload.clone(), meter: Arc::clone(&lane.meter) })
         .collect();
+    let parallelism = resources.parallelism.max(1);
     let uploader = Uploader {
         store: Arc::clone(&resources.store),
         targets: targets.clone(),
-        parallelism: resources.parallelism.max(1),
+        parallelism,
         gauge: Arc::clone(&upload_gauge),
+        occupancy: Arc::new(Occupancy::new(parallelism.min(resources.part_buffers.count().saturating_sub(lanes.len())))),
         meter: Arc::clone(&resources.meter),
         abort: Arc::clone(&abort),
     };

@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 
 use super::PipelineError;
 use super::abort::{Abort, panic_message};
-use super::gauge::Gauge;
+use super::gauge::{Gauge, Occupancy};
 use super::pack::PartJob;
 use crate::progress::{LaneMeter, Meter};
 use crate::store::{Key, PartReceipt, Store, StoreError, UploadId};
@@ -33,6 +33,7 @@ pub(super) struct Uploader {
     pub(super) targets: Vec<UploadTarget>,
     pub(super) parallelism: usize,
     pub(super) gauge: Arc<Gauge>,
+    pub(super) occupancy: Arc<Occupancy>,
     pub(super) meter: Arc<Meter>,
     pub(super) abort: Arc<Abort>,
 }
@@ -51,17 +52,7 @@ impl Uploader {
         let mut receipts: Vec<Vec<PartReceipt>> = self.targets.iter().map(|_| Vec::new()).collect();
         let mut under_way = JoinSet::new();
         let mut packing = true;
-        let mut unsaturated_since = Some(started);
         while packing || !under_way.is_empty() {
-            let saturated = !packing || under_way.len() >= self.parallelism;
-            match (saturated, unsaturated_since) {
-                (true, Some(since)) => {
-                    self.gauge.starved(since.elapsed());
-                    unsaturated_since = None;
-                }
-                (false, None) => unsaturated_since = Some(Instant::now()),
-                _ => {}
-            }
             tokio::select! {
                 () = self.abort.token().cancelled() => break,
                 job = parts.recv(), if packing && under_way.len() < self.parallelism => match job {
@@ -72,7 +63,9 @@ impl Uploader {
             }
         }
         under_way.shutdown().await;
-        self.gauge.busy(0, started.elapsed());
+        let waited = self.occupancy.waited();
+        self.gauge.starved(waited);
+        self.gauge.busy(0, started.elapsed().saturating_sub(waited));
         for lane in &mut receipts {
             lane.sort_by_key(|receipt| receipt.number);
         }
@@ -82,11 +75,13 @@ impl Uploader {
     fn upload(&self, job: PartJob) -> impl Future<Output = Result<Acknowledged, StoreError>> + Send + use<> {
         let store = Arc::clone(&self.store);
         let target = self.targets[job.lane].clone();
-        let meter = Arc::clone(&self.meter);
+        let (meter, occupancy) = (Arc::clone(&self.meter), Arc::clone(&self.occupancy));
         async move {
+            occupancy.enter();
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let outcome = store.put_part(&target.key, &target.upload, job.number, job.body).await;
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
+            occupancy.leave();
             outcome.map(|receipt| Acknowledged { lane: job.lane, receipt, raw_len: job.raw_len })
         }
     }
