@@ -588,3 +588,432 @@ async fn check_object(
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::codec::{Encoder, Level};
+    use crate::job_log::append_image;
+    use crate::manifest::{
+        Capture, CaptureMode, DeviceRecord, Host, ImageKind, ObjectRecord, ProcessRecord,
+        TableRecord,
+    };
+    use crate::store::faulty::{Fault, Faulty};
+    use crate::store::memory::MemoryStore;
+
+    const CHUNK_LEN: u64 = 1 << 20;
+
+    fn job() -> JobName {
+        JobName::new("train").unwrap()
+    }
+
+    fn key(relative: &str) -> Key {
+        Key::of_job(&job(), relative).unwrap()
+    }
+
+    fn uuid(number: usize) -> String {
+        format!("GPU-00000000-0000-4000-8000-{number:012x}")
+    }
+
+    async fn put(store: &dyn Store, relative: &str, bytes: Vec<u8>) {
+        store
+            .put_if_absent(&key(relative), Bytes::from(bytes))
+            .await
+            .unwrap();
+    }
+
+    /// Replaces an object, which the product never does.
+    async fn replace(store: &dyn Store, relative: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let bytes = store
+            .get(&key(relative), usize::MAX)
+            .await
+            .unwrap()
+            .unwrap();
+        let mut bytes = bytes.to_vec();
+        change(&mut bytes);
+        store.delete(&key(relative)).await.unwrap();
+        put(store, relative, bytes).await;
+    }
+
+    /// Stores one extent of a chunk and a half, and returns its record.
+    async fn store_extent(store: &dyn Store, attempt: &str, number: usize) -> ExtentRecord {
+        let raw: Vec<u8> = (0..CHUNK_LEN * 3 / 2)
+            .map(|at| (at / 4096 % 251) as u8)
+            .collect();
+        let mut encoder = Encoder::new(Level::Fast).unwrap();
+        let mut table = FrameTable::new(raw.len() as u64, CHUNK_LEN);
+        let (mut object, mut frame) = (Vec::new(), Vec::new());
+        for chunk in raw.chunks(CHUNK_LEN as usize) {
+            let encoded = encoder.encode(chunk, &mut frame);
+            table.push(frame.len() as u32, encoded.kind, encoded.digest);
+            object.extend_from_slice(&frame);
+        }
+        object.extend(table.seek_table());
+        let table = table.encode();
+        let record = ExtentRecord {
+            device: uuid(number),
+            raw_len: raw.len() as u64,
+            chunk_len: CHUNK_LEN,
+            object: ObjectRecord {
+                key: format!("data/{attempt}/1/gpu-{number}.1.zst"),
+                len: object.len() as u64,
+                crc64: Crc64::of(&object),
+            },
+            table: TableRecord {
+                key: format!("data/{attempt}/1/gpu-{number}.frames.json"),
+                len: table.len() as u64,
+                digest: Digest::of(&table),
+            },
+        };
+        put(store, &record.object.key, object).await;
+        put(store, &record.table.key, table).await;
+        record
+    }
+
+    /// Stores and commits an image of two processes with two extents and one, and returns its entry.
+    async fn save(store: &dyn Store, number: u64) -> ImageEntry {
+        let attempt = format!("{number:032x}");
+        let mut processes = Vec::new();
+        for (pid, gpus) in [(1, vec![0, 1]), (2, vec![2])] {
+            let mut extents = Vec::new();
+            for gpu in &gpus {
+                extents.push(store_extent(store, &attempt, *gpu).await);
+            }
+            let device = |gpu: &usize| DeviceRecord {
+                uuid: uuid(*gpu),
+                name: "Emulated".to_owned(),
+                chip: "0.1".to_owned(),
+                memory_len: 1 << 30,
+                pci: "00000000:01:00.0".to_owned(),
+                ordinal: 0,
+            };
+            processes.push(ProcessRecord {
+                pid,
+                start_time: 7,
+                ns_pids: vec![pid],
+                name: "train".to_owned(),
+                devices: gpus.iter().map(device).collect(),
+                extents,
+            });
+        }
+        let manifest = Manifest {
+            format: manifest::FORMAT,
+            features: Vec::new(),
+            tool: "ckptstream 0.1.0".to_owned(),
+            job: job().to_string(),
+            kind: ImageKind::Gpu,
+            attempt: attempt.clone(),
+            created_ms: 1,
+            capture: Capture {
+                mode: CaptureMode::CustomStorage,
+                driver_version: None,
+                driver_api: 13040,
+            },
+            host: Host {
+                name: "node".to_owned(),
+                boot_id: "00000000-0000-4000-8000-000000000000".to_owned(),
+            },
+            processes,
+        };
+        let bytes = manifest.encode();
+        let entry = ImageEntry {
+            writer: attempt.clone(),
+            manifest_key: manifest::manifest_key(&attempt),
+            manifest_len: bytes.len() as u64,
+            manifest_digest: manifest::digest_of(&bytes),
+            kind: manifest.kind,
+            raw_len: manifest.raw_len(),
+            stored_len: manifest.stored_len(),
+            created_ms: 1,
+            tool: manifest.tool.clone(),
+            attempt,
+        };
+        put(store, &entry.manifest_key, bytes).await;
+        append_image(store, &job(), 1, &entry).await.unwrap();
+        entry
+    }
+
+    async fn append(store: &dyn Store, generation: u64, entry: serde_json::Value) {
+        let relative = format!("log/{generation:08}.json");
+        put(store, &relative, entry.to_string().into_bytes()).await;
+    }
+
+    /// Every way to damage an image that a look without reading the data can find: name, object, change.
+    fn damages() -> BTreeMap<&'static str, (&'static str, fn(&mut Vec<u8>))> {
+        BTreeMap::from([
+            (
+                "manifest flipped",
+                ("manifest.json", (|b| b[40] ^= 1) as fn(&mut Vec<u8>)),
+            ),
+            (
+                "manifest cut",
+                ("manifest.json", |b| b.truncate(b.len() - 1)),
+            ),
+            ("manifest empty", ("manifest.json", Vec::clear)),
+            ("table flipped", ("1/gpu-2.frames.json", |b| b[40] ^= 1)),
+            (
+                "table cut",
+                ("1/gpu-2.frames.json", |b| b.truncate(b.len() / 2)),
+            ),
+            ("object flipped", ("1/gpu-1.1.zst", |b| b[10] ^= 1)),
+            ("object cut", ("1/gpu-1.1.zst", |b| b.truncate(b.len() - 1))),
+            ("object longer", ("1/gpu-1.1.zst", |b| b.push(0))),
+        ])
+    }
+
+    #[test]
+    fn an_image_is_named_by_latest_or_generation() {
+        assert_eq!("latest".parse(), Ok(ImageRef::Latest));
+        assert_eq!("00000012".parse(), Ok(ImageRef::Generation(12)));
+        assert_eq!("3".parse(), Ok(ImageRef::Generation(3)));
+        assert_eq!(ImageRef::Generation(3).to_string(), "00000003");
+        for bad in [
+            "",
+            "0",
+            "00000000",
+            "000000001",
+            "+1",
+            "-1",
+            "Latest",
+            "1a",
+            "１",
+        ] {
+            assert!(bad.parse::<ImageRef>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_newest_image_is_opened_whole() {
+        let store = MemoryStore::new();
+        save(&store, 1).await;
+        let entry = save(&store, 2).await;
+        let (image, skipped) = Image::open(&store, &job(), ImageRef::Latest).await.unwrap();
+        assert_eq!((image.generation, &image.attempt), (2, &entry.attempt));
+        assert_eq!(image.manifest_digest, entry.manifest_digest);
+        assert!(skipped.is_empty());
+        assert_eq!(
+            image.tables.iter().map(Vec::len).collect::<Vec<_>>(),
+            [2, 1]
+        );
+        for (process, tables) in image.manifest.processes.iter().zip(&image.tables) {
+            for (extent, table) in process.extents.iter().zip(tables) {
+                assert_eq!(table.object_len(), extent.object.len);
+            }
+        }
+        let (older, _) = Image::open(&store, &job(), ImageRef::Generation(1))
+            .await
+            .unwrap();
+        assert_eq!(older.generation, 1);
+    }
+
+    #[tokio::test]
+    async fn a_damaged_image_is_passed_over_and_named() {
+        for (name, (object, change)) in damages() {
+            let store = MemoryStore::new();
+            save(&store, 1).await;
+            let entry = save(&store, 2).await;
+            replace(&store, &format!("data/{}/{object}", entry.attempt), change).await;
+            let (image, skipped) = Image::open(&store, &job(), ImageRef::Latest).await.unwrap();
+            assert_eq!(image.generation, 1, "{name}");
+            assert_eq!(skipped.len(), 1, "{name}");
+            let text = skipped[0].to_string();
+            assert!(
+                text.starts_with("00000002: ") && text.contains(object),
+                "{name}: {text}"
+            );
+            let named = Image::open(&store, &job(), ImageRef::Generation(2)).await;
+            let named = named.unwrap_err();
+            assert!(
+                matches!(named, ImageError::Damaged { generation: 2, .. }),
+                "{name}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn an_absent_object_is_named() {
+        for object in ["manifest.json", "1/gpu-0.frames.json", "1/gpu-0.1.zst"] {
+            let store = MemoryStore::new();
+            let entry = save(&store, 1).await;
+            let relative = format!("data/{}/{object}", entry.attempt);
+            store.delete(&key(&relative)).await.unwrap();
+            let error = Image::open(&store, &job(), ImageRef::Latest)
+                .await
+                .unwrap_err();
+            assert!(matches!(&error, ImageError::NoneUsable { skipped, .. } if skipped.len() == 1));
+            assert!(error.to_string().contains(object), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_object_that_shows_late_is_waited_for() {
+        let store = Faulty::new().fail("head", 1..2, Fault::Absent);
+        save(&store, 1).await;
+        Image::open(&store, &job(), ImageRef::Latest).await.unwrap();
+        assert_eq!(store.calls("head"), 4);
+    }
+
+    #[tokio::test]
+    async fn an_unreachable_store_is_no_reason_for_an_older_image() {
+        let reads = {
+            let store = Faulty::new();
+            save(&store, 1).await;
+            save(&store, 2).await;
+            let before = store.calls("get_range");
+            Image::open(&store, &job(), ImageRef::Latest).await.unwrap();
+            store.calls("get_range") - before
+        };
+        assert_eq!(reads, 4, "manifest and three tables");
+        for fault in [Fault::Transient, Fault::Refused] {
+            for nth in 1..=reads {
+                let store = Faulty::new().fail("get_range", nth..nth + 1, fault);
+                save(&store, 1).await;
+                save(&store, 2).await;
+                let error = Image::open(&store, &job(), ImageRef::Latest)
+                    .await
+                    .unwrap_err();
+                assert!(
+                    matches!(error, ImageError::Unreachable { .. }),
+                    "{fault:?}: {error:?}"
+                );
+            }
+            let store = Faulty::new().fail("head", 1..2, fault);
+            save(&store, 1).await;
+            let error = Image::open(&store, &job(), ImageRef::Latest)
+                .await
+                .unwrap_err();
+            assert!(
+                matches!(error, ImageError::Unreachable { .. }),
+                "{fault:?}: {error:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn no_image_is_said_only_on_proof() {
+        let store = MemoryStore::new();
+        let none = |error: &ImageError| matches!(error, ImageError::NoImage { .. });
+        let error = Image::open(&store, &job(), ImageRef::Latest)
+            .await
+            .unwrap_err();
+        assert!(none(&error), "{error:?}");
+        append(
+            &store,
+            1,
+            serde_json::json!({"format": 1, "entry": "open", "writer": "w"}),
+        )
+        .await;
+        for image in [
+            ImageRef::Latest,
+            ImageRef::Generation(1),
+            ImageRef::Generation(2),
+        ] {
+            let error = Image::open(&store, &job(), image).await.unwrap_err();
+            assert!(none(&error), "{image}: {error:?}");
+        }
+        // Perhaps an image, but not to this version: no proof.
+        append(
+            &store,
+            2,
+            serde_json::json!({"format": 2, "entry": "image"}),
+        )
+        .await;
+        let error = Image::open(&store, &job(), ImageRef::Latest)
+            .await
+            .unwrap_err();
+        assert!(matches!(error, ImageError::NoneUsable { .. }), "{error:?}");
+        let error = Image::open(&store, &job(), ImageRef::Generation(2))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, ImageError::Damaged { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn the_log_decides_what_counts() {
+        let store = MemoryStore::new();
+        let first = save(&store, 1).await;
+        save(&store, 2).await;
+        let third = save(&store, 3).await;
+        let bad = serde_json::json!({"format": 1, "entry": "bad", "writer": "w", "generation": 2});
+        append(&store, 4, bad).await;
+        let drop = |attempt: &str| serde_json::json!({"format": 1, "entry": "dropped", "writer": "w", "attempt": attempt});
+        append(&store, 5, drop(&third.attempt)).await;
+
+        let (image, skipped) = Image::open(&store, &job(), ImageRef::Latest).await.unwrap();
+        assert_eq!(image.generation, 1);
+        assert!(matches!(
+            skipped[..],
+            [Skipped {
+                generation: 2,
+                flaw: Flaw::Bad
+            }]
+        ));
+        Image::open(&store, &job(), ImageRef::Generation(2))
+            .await
+            .unwrap();
+        let error = Image::open(&store, &job(), ImageRef::Generation(3))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, ImageError::NoImage { .. }), "{error:?}");
+
+        let list = list_images(&store, &job()).await.unwrap();
+        let standings: Vec<_> = list
+            .images
+            .iter()
+            .map(|image| (image.generation, image.standing))
+            .collect();
+        let expected = [
+            (3, Standing::Dropped),
+            (2, Standing::Bad),
+            (1, Standing::Usable),
+        ];
+        assert_eq!(standings, expected);
+
+        append(&store, 6, drop(&first.attempt)).await;
+        let error = Image::open(&store, &job(), ImageRef::Latest)
+            .await
+            .unwrap_err();
+        assert!(
+            matches!(error, ImageError::NoneUsable { .. }),
+            "a bad image is no proof"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_finished_job_has_nothing_to_restore() {
+        let store = MemoryStore::new();
+        save(&store, 1).await;
+        let finished =
+            serde_json::json!({"format": 1, "entry": "finished", "writer": "w", "status": 0});
+        append(&store, 2, finished).await;
+        let error = Image::open(&store, &job(), ImageRef::Latest)
+            .await
+            .unwrap_err();
+        assert!(matches!(error, ImageError::NoImage { .. }), "{error:?}");
+        Image::open(&store, &job(), ImageRef::Generation(1))
+            .await
+            .unwrap();
+        assert!(list_images(&store, &job()).await.unwrap().is_finished);
+    }
+
+    #[tokio::test]
+    async fn jobs_are_the_folders_that_can_be_jobs() {
+        let store = MemoryStore::new();
+        save(&store, 1).await;
+        for other in ["a/log/00000001.json", ".hidden/x", "with space/x", "file"] {
+            store
+                .put_if_absent(&Key::new(other).unwrap(), Bytes::new())
+                .await
+                .unwrap();
+        }
+        let jobs = list_jobs(&store).await.unwrap();
+        assert_eq!(
+            jobs.iter().map(JobName::as_str).collect::<Vec<_>>(),
+            ["a", "train"]
+        );
+    }
+}

@@ -528,3 +528,351 @@ async fn read_slot(
         }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::faulty::{Fault, Faulty};
+    use crate::store::memory::MemoryStore;
+
+    const OURS: &str = "0123456789abcdef0123456789abcdef";
+    const THEIRS: &str = "ffffffffffffffffffffffffffffffff";
+
+    fn job() -> JobName {
+        JobName::new("train").unwrap()
+    }
+
+    fn image(writer: &str, attempt: &str) -> ImageEntry {
+        ImageEntry {
+            writer: writer.to_owned(),
+            attempt: attempt.to_owned(),
+            manifest_key: format!("data/{attempt}/manifest.json"),
+            manifest_len: 1000,
+            manifest_digest: Digest::of(attempt.as_bytes()),
+            kind: ImageKind::Gpu,
+            raw_len: 4096,
+            stored_len: 1024,
+            created_ms: 1_700_000_000_000,
+            tool: "ckptstream 0.1.0".to_owned(),
+        }
+    }
+
+    fn open(writer: &str) -> Entry {
+        Entry::Open {
+            writer: writer.to_owned(),
+        }
+    }
+
+    fn dropped(attempt: &str) -> Entry {
+        Entry::Dropped {
+            writer: "gc".to_owned(),
+            attempt: attempt.to_owned(),
+        }
+    }
+
+    fn attempt(number: u64) -> String {
+        format!("{number:032x}")
+    }
+
+    async fn put(store: &dyn Store, generation: u64, bytes: impl Into<Bytes>) {
+        let key = slot_key(&job(), generation).unwrap();
+        assert_eq!(
+            store.put_if_absent(&key, bytes.into()).await.unwrap(),
+            PutOutcome::Created
+        );
+    }
+
+    /// A log of these entries from slot 1 on.
+    async fn log_of(store: &dyn Store, entries: &[Entry]) {
+        for (generation, entry) in (1..).zip(entries) {
+            put(store, generation, entry.encode().unwrap()).await;
+        }
+    }
+
+    fn generations(log: &JobLog) -> Vec<u64> {
+        log.images()
+            .iter()
+            .map(|(generation, _)| *generation)
+            .collect()
+    }
+
+    #[test]
+    fn entries_come_back_as_they_were() {
+        let entries = [
+            open(OURS),
+            Entry::Saving {
+                writer: OURS.to_owned(),
+                attempt: OURS.to_owned(),
+                seconds: 90,
+                spill: None,
+            },
+            Entry::Image(image(OURS, OURS)),
+            Entry::Finished {
+                writer: OURS.to_owned(),
+                status: Some(0),
+            },
+            Entry::Bad {
+                writer: OURS.to_owned(),
+                generation: 3,
+            },
+            dropped(OURS),
+        ];
+        for entry in entries {
+            assert_eq!(Entry::decode(&entry.encode().unwrap()), entry);
+        }
+    }
+
+    #[test]
+    fn the_stored_form_is_fixed() {
+        let stored = Entry::Image(image("w", OURS)).encode().unwrap();
+        let stored: serde_json::Value = serde_json::from_slice(&stored).unwrap();
+        let expected = serde_json::json!({
+            "format": 1,
+            "entry": "image",
+            "writer": "w",
+            "attempt": OURS,
+            "manifest_key": format!("data/{OURS}/manifest.json"),
+            "manifest_len": 1000,
+            "manifest_digest": Digest::of(OURS.as_bytes()).to_string(),
+            "kind": "gpu",
+            "raw_len": 4096,
+            "stored_len": 1024,
+            "created_ms": 1_700_000_000_000_u64,
+            "tool": "ckptstream 0.1.0",
+        });
+        assert_eq!(stored, expected);
+    }
+
+    #[test]
+    fn what_is_not_known_is_no_image() {
+        let unknown = |text: &str| matches!(Entry::decode(text.as_bytes()), Entry::Unknown { .. });
+        assert!(unknown(r#"{"format":1,"entry":"pinned","by":"x"}"#));
+        assert!(unknown(r#"{"format":2,"entry":"image"}"#));
+        let damaged = |text: &str| matches!(Entry::decode(text.as_bytes()), Entry::Damaged { .. });
+        for text in [
+            "",
+            "{",
+            "[]",
+            "null",
+            r#"{"format":1}"#,
+            r#"{"format":1,"entry":"image"}"#,
+        ] {
+            assert!(damaged(text), "{text}");
+        }
+        // A later version may add fields; what we know of the entry still holds.
+        let stored = Entry::Image(image(OURS, OURS)).encode().unwrap();
+        let mut stored: serde_json::Value = serde_json::from_slice(&stored).unwrap();
+        stored["parent"] = "x".into();
+        let entry = Entry::decode(stored.to_string().as_bytes());
+        assert_eq!(entry, Entry::Image(image(OURS, OURS)));
+    }
+
+    #[test]
+    fn an_image_entry_cannot_point_elsewhere() {
+        let flawed = [
+            ImageEntry {
+                attempt: "../x".to_owned(),
+                ..image(OURS, OURS)
+            },
+            ImageEntry {
+                manifest_key: format!("data/{THEIRS}/manifest.json"),
+                ..image(OURS, OURS)
+            },
+            ImageEntry {
+                manifest_key: format!("data/{OURS}/../{THEIRS}/manifest.json"),
+                ..image(OURS, OURS)
+            },
+            ImageEntry {
+                manifest_len: u64::MAX,
+                ..image(OURS, OURS)
+            },
+        ];
+        for image in flawed {
+            let stored = Entry::Image(image.clone()).encode().unwrap();
+            assert!(
+                matches!(Entry::decode(&stored), Entry::Damaged { .. }),
+                "{image:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_job_without_a_log_has_an_empty_one() {
+        let log = JobLog::read(&MemoryStore::new(), &job()).await.unwrap();
+        assert_eq!(
+            (log.next_slot(), log.images().len(), log.is_finished()),
+            (1, 0, false)
+        );
+    }
+
+    #[tokio::test]
+    async fn every_length_is_read_to_its_end() {
+        // Around the ends of the batches: 4, 4 + 8, 4 + 8 + 16, …
+        for count in [1, 3, 4, 5, 11, 12, 13, 28, 61, 92, 93] {
+            let store = MemoryStore::new();
+            let entries: Vec<Entry> = (0..count)
+                .map(|n| Entry::Image(image("w", &attempt(n))))
+                .collect();
+            log_of(&store, &entries).await;
+            let log = JobLog::read(&store, &job()).await.unwrap();
+            assert_eq!(log.next_slot(), count + 1);
+            assert!(log.entries().map(|(_, entry)| entry).eq(&entries));
+            assert_eq!(generations(&log), (1..=count).rev().collect::<Vec<_>>());
+        }
+    }
+
+    #[tokio::test]
+    async fn bad_and_dropped_images_do_not_count() {
+        let store = MemoryStore::new();
+        let entries = [
+            open("w"),
+            Entry::Image(image("w", &attempt(2))),
+            Entry::Image(image("w", &attempt(3))),
+            Entry::Image(image("w", &attempt(4))),
+            dropped(&attempt(2)),
+            Entry::Bad {
+                writer: "w".to_owned(),
+                generation: 4,
+            },
+        ];
+        log_of(&store, &entries).await;
+        put(&store, 7, "not json").await;
+        put(&store, 8, vec![b' '; ENTRY_LEN_MAX + 1]).await;
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        assert_eq!((generations(&log), log.next_slot()), (vec![3], 9));
+        assert!(matches!(log.get(8), Some(Entry::Damaged { .. })));
+    }
+
+    #[tokio::test]
+    async fn a_gap_is_an_error_and_never_an_empty_log() {
+        let store = MemoryStore::new();
+        put(&store, 2, open("w").encode().unwrap()).await;
+        let error = JobLog::read(&store, &job()).await.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("00000001.json is missing"), "{text}");
+        assert!(text.contains("00000002.json stands"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn an_entry_that_shows_late_is_no_gap() {
+        // The first read of slot 1 misses it, the second does not.
+        let store = Faulty::new().fail("get", 1..2, Fault::Absent);
+        log_of(&store, &[open("w"), Entry::Image(image("w", OURS))]).await;
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        assert_eq!(generations(&log), [2]);
+    }
+
+    #[tokio::test]
+    async fn an_unreadable_slot_is_not_a_free_one() {
+        let store = Faulty::new().fail("get", 2..3, Fault::Transient);
+        log_of(&store, &[open("w"), Entry::Image(image("w", OURS))]).await;
+        let read = JobLog::read(&store, &job()).await;
+        assert!(matches!(read, Err(LogError::Store { .. })), "{read:?}");
+    }
+
+    #[tokio::test]
+    async fn the_commit_takes_the_first_free_slot() {
+        let store = MemoryStore::new();
+        let others = [
+            open(OURS),
+            Entry::Image(image("w", THEIRS)),
+            dropped(THEIRS),
+            open(OURS),
+        ];
+        log_of(&store, &others).await;
+        put(&store, 5, "not json").await;
+        let generation = append_image(&store, &job(), 1, &image(OURS, OURS))
+            .await
+            .unwrap();
+        assert_eq!(generation, 6);
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        assert_eq!(log.get(6), Some(&Entry::Image(image(OURS, OURS))));
+        // Asking again finds it.
+        assert_eq!(
+            append_image(&store, &job(), 1, &image(OURS, OURS))
+                .await
+                .unwrap(),
+            6
+        );
+        assert_eq!(JobLog::read(&store, &job()).await.unwrap().next_slot(), 7);
+    }
+
+    #[tokio::test]
+    async fn another_writer_or_a_drop_fences() {
+        for entry in [open(THEIRS), dropped(OURS)] {
+            let store = MemoryStore::new();
+            log_of(&store, &[open(OURS), entry]).await;
+            let error = append_image(&store, &job(), 2, &image(OURS, OURS))
+                .await
+                .unwrap_err();
+            assert!(
+                matches!(error, CommitError::Fenced { generation: 2, .. }),
+                "{error:?}"
+            );
+            let log = JobLog::read(&store, &job()).await.unwrap();
+            assert_eq!((generations(&log), log.next_slot()), (vec![], 3));
+        }
+    }
+
+    #[tokio::test]
+    async fn of_two_writers_each_gets_a_slot_of_its_own() {
+        for _ in 0..50 {
+            let store = std::sync::Arc::new(MemoryStore::new());
+            let writers = (0..8).map(|number| {
+                let store = std::sync::Arc::clone(&store);
+                tokio::spawn(async move {
+                    let image = image("w", &attempt(number));
+                    let generation = append_image(&*store, &job(), 1, &image).await.unwrap();
+                    (generation, image)
+                })
+            });
+            let mut won: Vec<_> = future::try_join_all(writers).await.unwrap();
+            won.sort_by_key(|(generation, _)| *generation);
+            assert!(won.iter().map(|(generation, _)| *generation).eq(1..=8));
+            let log = JobLog::read(&*store, &job()).await.unwrap();
+            for (generation, image) in won {
+                assert_eq!(log.get(generation), Some(&Entry::Image(image)));
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn what_the_store_did_not_answer_is_unknown_and_what_it_refused_is_not() {
+        for (operation, fault, unknown) in [
+            ("put_if_absent", Fault::Transient, true),
+            ("put_if_absent", Fault::Lost, true),
+            ("put_if_absent", Fault::Refused, false),
+        ] {
+            let store = Faulty::new().fail(operation, 1..2, fault);
+            let error = append_image(&store, &job(), 1, &image(OURS, OURS))
+                .await
+                .unwrap_err();
+            let is_unknown = matches!(error, CommitError::Unreachable { generation: 1, .. });
+            assert_eq!(is_unknown, unknown, "{fault:?}: {error:?}");
+            assert!(is_unknown || matches!(error, CommitError::Refused { .. }));
+        }
+        // The slot is taken, and by whom cannot be read.
+        for fault in [Fault::Transient, Fault::Refused, Fault::Absent] {
+            let store = Faulty::new().fail("get", 1..2, fault);
+            log_of(&store, &[open(OURS)]).await;
+            let error = append_image(&store, &job(), 1, &image(OURS, OURS))
+                .await
+                .unwrap_err();
+            assert!(
+                matches!(error, CommitError::Unreachable { .. }),
+                "{fault:?}: {error:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn generations_end_at_eight_digits() {
+        let store = MemoryStore::new();
+        for slot in [0, GENERATION_MAX + 1] {
+            let error = append_image(&store, &job(), slot, &image(OURS, OURS))
+                .await
+                .unwrap_err();
+            assert!(matches!(error, CommitError::Unfit { .. }), "{error:?}");
+        }
+    }
+}

@@ -3,6 +3,8 @@
 //! In: keys and bytes. Out: bytes, and receipts for what was stored. What can fail: [`StoreError`], sorted by what the caller does about
 //! it. The retry decorator ([`retry::Retrying`]) is the only place that tries again; an implementation answers once.
 
+#[cfg(test)]
+pub(crate) mod faulty;
 pub mod memory;
 pub mod retry;
 pub mod s3;
@@ -387,4 +389,47 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// For messages: `s3://bucket/prefix`.
     fn describe(&self) -> String;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_cannot_leave_their_place() {
+        for good in ["a", "job/log/00000001.json", "a b/ü", "..a/b.."] {
+            assert_eq!(Key::new(good).unwrap().as_str(), good);
+        }
+        let long = "k".repeat(Key::LEN_MAX + 1);
+        for bad in [
+            "", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a\nb", "a\0", &long,
+        ] {
+            assert!(Key::new(bad).is_err(), "{bad:?} passed");
+        }
+        let job = JobName::new("train-7").unwrap();
+        assert_eq!(
+            Key::of_job(&job, "log/1").unwrap().as_str(),
+            "train-7/log/1"
+        );
+        assert!(Key::of_job(&job, "../other/log/1").is_err());
+    }
+
+    #[test]
+    fn part_numbers_have_both_ends() {
+        assert_eq!(PartNumber::new(0), None);
+        assert_eq!(PartNumber::new(1).map(PartNumber::get), Some(1));
+        assert_eq!(PartNumber::new(10_000).map(PartNumber::get), Some(10_000));
+        assert_eq!(PartNumber::new(10_001), None);
+        assert_eq!(PartNumber::new(u64::MAX), None);
+    }
+
+    #[test]
+    fn a_part_is_as_long_as_its_pieces() {
+        let pieces = vec![
+            Bytes::from_static(b"abc"),
+            Bytes::new(),
+            Bytes::from_static(b"de"),
+        ];
+        assert_eq!(PartBody::new(pieces, 0).len, 5);
+    }
 }

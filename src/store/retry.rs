@@ -359,9 +359,11 @@ enum RunEnd<T> {
 /// Ends when the deadline passes, whichever it is by then; never without one.
 async fn passes(deadline: &mut watch::Receiver<Option<Instant>>) {
     loop {
-        let now = *deadline.borrow_and_update();
+        let until = *deadline.borrow_and_update();
         let sleep = async {
-            match now {
+            match until {
+                // The runtime's timer is a millisecond coarse; what has passed has passed.
+                Some(instant) if instant <= Instant::now() => {}
                 Some(instant) => tokio::time::sleep_until(instant.into()).await,
                 None => std::future::pending().await,
             }
@@ -472,5 +474,395 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
 
     fn describe(&self) -> String {
         self.inner.describe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::Crc64;
+    use crate::store::faulty::{Fault, Faulty};
+
+    /// Impatient enough for tests, patient enough for a busy machine.
+    fn policy() -> RetryPolicy {
+        RetryPolicy {
+            pause_first: Duration::from_millis(1),
+            pause_max: Duration::from_millis(2),
+            absence_patience: Duration::from_secs(20),
+            ..RetryPolicy::new(Duration::from_secs(60))
+        }
+    }
+
+    fn patient_with(store: Faulty, policy: RetryPolicy) -> (Retrying<Faulty>, Arc<Faulty>) {
+        let store = Arc::new(store);
+        let cancel = CancellationToken::new();
+        (
+            Retrying::new(Arc::clone(&store), policy, cancel, Meter::new()),
+            store,
+        )
+    }
+
+    fn patient(store: Faulty) -> (Retrying<Faulty>, Arc<Faulty>) {
+        patient_with(store, policy())
+    }
+
+    fn retries<S: ?Sized>(store: &Retrying<S>) -> u64 {
+        store.meter.retries.load(Ordering::Relaxed)
+    }
+
+    fn key() -> Key {
+        Key::new("job/object").unwrap()
+    }
+
+    fn part(text: &'static str) -> PartBody {
+        let bytes = Bytes::from_static(text.as_bytes());
+        let crc64 = Crc64::of(&bytes).value();
+        PartBody::new(vec![bytes], crc64)
+    }
+
+    fn one() -> PartNumber {
+        PartNumber::new(1).unwrap()
+    }
+
+    /// Uploads `text` as one part; every step must succeed.
+    async fn upload(store: &dyn Store, text: &'static str) -> Result<(), StoreError> {
+        let upload = store.begin_upload(&key()).await?;
+        let body = part(text);
+        let (len, crc64) = (body.len, body.crc64);
+        let receipt = store.put_part(&key(), &upload, one(), body).await?;
+        store
+            .complete_upload(&key(), &upload, &[receipt], len, crc64)
+            .await
+    }
+
+    /// The first two calls of `operation` fail; `call` must see nothing of it.
+    async fn survives(operation: &'static str, call: impl AsyncFn(&dyn Store)) {
+        for fault in [Fault::Transient, Fault::SlowDown, Fault::Lost] {
+            let (store, inner) = patient(Faulty::new().fail(operation, 1..3, fault));
+            call(&store).await;
+            assert_eq!(inner.calls(operation), 3, "{operation}, {fault:?}");
+            assert_eq!(retries(&store), 2, "{operation}, {fault:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn every_method_tries_again() {
+        survives("begin_upload", async |store| {
+            store.begin_upload(&key()).await.unwrap();
+        })
+        .await;
+        survives("put_part", async |store| {
+            upload(store, "abc").await.unwrap()
+        })
+        .await;
+        survives("abort_upload", async |store| {
+            let upload = store.begin_upload(&key()).await.unwrap();
+            store.abort_upload(&key(), &upload).await.unwrap();
+        })
+        .await;
+        survives("get", async |store| {
+            store
+                .put_if_absent(&key(), Bytes::from_static(b"abc"))
+                .await
+                .unwrap();
+            let bytes = store.get(&key(), 3).await.unwrap();
+            assert_eq!(bytes.as_deref(), Some(&b"abc"[..]));
+        })
+        .await;
+        survives("get_range", async |store| {
+            store
+                .put_if_absent(&key(), Bytes::from_static(b"abc"))
+                .await
+                .unwrap();
+            let mut out = [0; 2];
+            store.get_range(&key(), 1..3, None, &mut out).await.unwrap();
+            assert_eq!(&out, b"bc");
+        })
+        .await;
+        survives("head", async |store| {
+            assert_eq!(store.head(&key()).await.unwrap(), None);
+        })
+        .await;
+        survives("list", async |store| {
+            assert_eq!(store.list("").await.unwrap(), []);
+        })
+        .await;
+        survives("list_dirs", async |store| {
+            assert_eq!(store.list_dirs("").await.unwrap(), [""; 0]);
+        })
+        .await;
+        survives("delete", async |store| store.delete(&key()).await.unwrap()).await;
+    }
+
+    #[tokio::test]
+    async fn a_put_that_was_lost_is_recognized() {
+        let (store, inner) = patient(Faulty::new().fail("put_if_absent", 1..2, Fault::Lost));
+        let put = store
+            .put_if_absent(&key(), Bytes::from_static(b"ours"))
+            .await;
+        assert_eq!(put.unwrap(), PutOutcome::Created);
+        assert_eq!(inner.calls("put_if_absent"), 2);
+    }
+
+    #[tokio::test]
+    async fn a_put_that_lost_the_race_is_not_taken_for_ours() {
+        for theirs in [&b"them"[..], b"longer than ours"] {
+            let faulty = Faulty::new().fail("put_if_absent", 1..2, Fault::Transient);
+            let (store, inner) = patient(faulty);
+            let theirs = Bytes::from_static(theirs);
+            inner
+                .inner
+                .put_if_absent(&key(), theirs.clone())
+                .await
+                .unwrap();
+            let put = store
+                .put_if_absent(&key(), Bytes::from_static(b"ours"))
+                .await;
+            assert_eq!(put.unwrap(), PutOutcome::AlreadyExists);
+            assert_eq!(inner.inner.get(&key(), 99).await.unwrap(), Some(theirs));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_put_that_answered_at_once_needs_no_look() {
+        let (store, inner) = patient(Faulty::new());
+        inner
+            .inner
+            .put_if_absent(&key(), Bytes::from_static(b"same"))
+            .await
+            .unwrap();
+        let put = store
+            .put_if_absent(&key(), Bytes::from_static(b"same"))
+            .await;
+        assert_eq!(put.unwrap(), PutOutcome::AlreadyExists);
+        assert_eq!(inner.calls("get"), 0);
+    }
+
+    #[tokio::test]
+    async fn a_refusal_after_a_lost_put_leaves_the_outcome_open() {
+        let faulty = Faulty::new().fail("put_if_absent", 1..2, Fault::Lost).fail(
+            "put_if_absent",
+            2..3,
+            Fault::Refused,
+        );
+        let (store, _) = patient(faulty);
+        let error = store
+            .put_if_absent(&key(), Bytes::from_static(b"x"))
+            .await
+            .unwrap_err();
+        assert!(error.is_outcome_unknown(), "{error:?}");
+        assert!(error.to_string().contains("2 attempts"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_first_refusal_is_final() {
+        let (store, inner) = patient(Faulty::new().fail("put_if_absent", 1..9, Fault::Refused));
+        let error = store
+            .put_if_absent(&key(), Bytes::from_static(b"x"))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+        assert_eq!((inner.calls("put_if_absent"), retries(&store)), (1, 0));
+    }
+
+    #[tokio::test]
+    async fn a_completion_that_was_lost_is_found_by_looking() {
+        let faulty = Faulty::new()
+            .fail("complete_upload", 1..2, Fault::Lost)
+            .fail("head", 1..2, Fault::Transient);
+        let (store, inner) = patient(faulty);
+        upload(&store, "abc").await.unwrap();
+        assert_eq!(
+            (inner.calls("complete_upload"), inner.calls("head")),
+            (1, 2)
+        );
+    }
+
+    #[tokio::test]
+    async fn a_completed_object_that_shows_late_is_waited_for() {
+        // Lost, not yet visible; the second try finds the upload gone; then the object shows.
+        let faulty = Faulty::new()
+            .fail("complete_upload", 1..2, Fault::Lost)
+            .fail("head", 1..4, Fault::Absent);
+        let (store, inner) = patient(faulty);
+        upload(&store, "abc").await.unwrap();
+        assert_eq!(inner.calls("head"), 4);
+    }
+
+    #[tokio::test]
+    async fn a_completion_that_did_not_happen_is_sent_again() {
+        let (store, inner) = patient(Faulty::new().fail("complete_upload", 1..3, Fault::Transient));
+        upload(&store, "abc").await.unwrap();
+        assert_eq!(inner.calls("complete_upload"), 3);
+        assert_eq!(inner.inner.open_uploads(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_completion_without_upload_or_object_is_not_found() {
+        let (store, inner) = patient(Faulty::new());
+        let upload = UploadId("none".to_owned());
+        let error = store
+            .complete_upload(&key(), &upload, &[], 3, 0)
+            .await
+            .unwrap_err();
+        assert!(error.is_not_found(), "{error:?}");
+        assert_eq!(inner.calls("complete_upload"), 1);
+    }
+
+    #[tokio::test]
+    async fn another_object_under_the_key_is_no_success() {
+        let (store, inner) = patient(Faulty::new().fail("complete_upload", 1..9, Fault::Transient));
+        inner
+            .inner
+            .put_if_absent(&key(), Bytes::from_static(b"abd"))
+            .await
+            .unwrap();
+        let error = upload(&store, "abc").await.unwrap_err();
+        assert!(matches!(error, StoreError::Mismatch { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn a_spent_budget_still_looks_once() {
+        let policy = RetryPolicy {
+            timeout: Duration::ZERO,
+            ..policy()
+        };
+        let faulty = Faulty::new().fail("complete_upload", 1..9, Fault::Lost);
+        let (store, _) = patient_with(faulty, policy);
+        upload(&store, "abc").await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_object_that_must_be_there_is_waited_for() {
+        let (store, inner) = patient(Faulty::new().fail("get_range", 1..4, Fault::Absent));
+        inner
+            .inner
+            .put_if_absent(&key(), Bytes::from_static(b"abc"))
+            .await
+            .unwrap();
+        store
+            .get_range(&key(), 0..3, None, &mut [0; 3])
+            .await
+            .unwrap();
+        assert_eq!(inner.calls("get_range"), 4);
+    }
+
+    #[tokio::test]
+    async fn an_object_that_stays_away_is_not_found() {
+        let policy = RetryPolicy {
+            absence_patience: Duration::from_millis(20),
+            ..policy()
+        };
+        let (store, inner) = patient_with(Faulty::new(), policy);
+        let error = store
+            .get_range(&key(), 0..3, None, &mut [0; 3])
+            .await
+            .unwrap_err();
+        assert!(error.is_not_found(), "{error:?}");
+        assert!(inner.calls("get_range") > 1);
+    }
+
+    #[tokio::test]
+    async fn another_tag_is_final() {
+        let (store, inner) = patient(Faulty::new());
+        inner
+            .inner
+            .put_if_absent(&key(), Bytes::from_static(b"abc"))
+            .await
+            .unwrap();
+        let read = store
+            .get_range(&key(), 0..3, Some("other"), &mut [0; 3])
+            .await;
+        assert!(matches!(read, Err(StoreError::Mismatch { .. })), "{read:?}");
+        assert_eq!(inner.calls("get_range"), 1);
+    }
+
+    #[tokio::test]
+    async fn the_timeout_ends_it_and_says_so() {
+        let policy = RetryPolicy {
+            timeout: Duration::from_millis(50),
+            ..policy()
+        };
+        let (store, inner) = patient_with(
+            Faulty::new().fail("head", 1..u32::MAX, Fault::SlowDown),
+            policy,
+        );
+        let error = store.head(&key()).await.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("store.retry_timeout = 50ms"), "{text}");
+        assert!(
+            text.contains(&format!("{} attempts", inner.calls("head"))),
+            "{text}"
+        );
+        let source = std::error::Error::source(&error).map(ToString::to_string);
+        assert!(source.is_some_and(|source| source.contains("slow down")));
+    }
+
+    #[tokio::test]
+    async fn the_deadline_cuts_an_attempt_under_way() {
+        let (store, _) = patient(Faulty::new().fail("head", 1..2, Fault::Stall));
+        let (store, key) = (Arc::new(store), key());
+        let call = tokio::spawn({
+            let store = Arc::clone(&store);
+            async move { store.head(&key).await }
+        });
+        // Set while the call is under way.
+        tokio::task::yield_now().await;
+        store.set_deadline(Instant::now() + Duration::from_millis(20));
+        let error = call.await.unwrap().unwrap_err();
+        let deadline = |limit: &RetryLimit| *limit == RetryLimit::Deadline;
+        assert!(
+            matches!(&error, StoreError::GaveUp { limit, attempts: 1, .. } if deadline(limit)),
+            "{error:?}"
+        );
+    }
+
+    #[tokio::test]
+    async fn after_the_deadline_nothing_is_started() {
+        let (store, inner) = patient(Faulty::new());
+        store.set_deadline(Instant::now());
+        let error = store.put_if_absent(&key(), Bytes::new()).await.unwrap_err();
+        assert!(matches!(error, StoreError::GaveUp { .. }), "{error:?}");
+        assert_eq!(inner.inner.head(&key()).await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn cancelling_ends_an_attempt_and_a_pause() {
+        let long = RetryPolicy {
+            pause_first: Duration::from_secs(30),
+            pause_max: Duration::from_secs(30),
+            ..RetryPolicy::new(Duration::from_secs(3600))
+        };
+        for fault in [Fault::Stall, Fault::Transient] {
+            let (store, inner) = patient_with(Faulty::new().fail("head", 1..2, fault), long);
+            let cancel = store.cancel.clone();
+            let call = tokio::spawn(async move { store.head(&key()).await });
+            while inner.calls("head") == 0 {
+                tokio::task::yield_now().await;
+            }
+            cancel.cancel();
+            let error = call.await.unwrap().unwrap_err();
+            assert!(error.is_cancelled(), "{error:?}");
+            assert_eq!(inner.calls("head"), 1);
+        }
+    }
+
+    #[test]
+    fn pauses_double_up_to_the_limit() {
+        let policy = RetryPolicy::new(Duration::from_secs(60));
+        for (failed, full_ms) in [
+            (1, 100),
+            (2, 200),
+            (3, 400),
+            (6, 3200),
+            (7, 5000),
+            (90, 5000),
+        ] {
+            let full = Duration::from_millis(full_ms);
+            for _ in 0..50 {
+                let pause = policy.pause(failed);
+                assert!(full / 2 <= pause && pause <= full, "{failed}: {pause:?}");
+            }
+        }
     }
 }

@@ -1,0 +1,208 @@
+//! A store for unit tests whose k-th call of an operation fails.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Mutex;
+
+use bytes::Bytes;
+use futures::future::{BoxFuture, FutureExt};
+
+use super::memory::MemoryStore;
+use super::{
+    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, Store, StoreError,
+    UploadId,
+};
+
+/// What happens instead of, or after, a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// Nothing is done; the answer is a passing fault.
+    Transient,
+    /// Nothing is done; the answer asks to slow down.
+    SlowDown,
+    /// Nothing is done; the answer is a refusal.
+    Refused,
+    /// Nothing is done; the answer is that nothing is there.
+    Absent,
+    /// The call takes effect, and its answer is lost.
+    Lost,
+    /// Nothing is done and no answer ever comes.
+    Stall,
+}
+
+/// Faults in front of a [`MemoryStore`].
+#[derive(Debug)]
+pub(crate) struct Faulty {
+    pub(crate) inner: MemoryStore,
+    rules: Mutex<Vec<(&'static str, Range<u32>, Fault)>>,
+    calls: Mutex<HashMap<&'static str, u32>>,
+}
+
+impl Faulty {
+    pub(crate) fn new() -> Self {
+        Self {
+            inner: MemoryStore::with_part_len_min(0),
+            rules: Mutex::default(),
+            calls: Mutex::default(),
+        }
+    }
+
+    /// The calls of `operation` (a method of [`Store`]) with these numbers, counted from 1, fail.
+    pub(crate) fn fail(self, operation: &'static str, calls: Range<u32>, fault: Fault) -> Self {
+        self.rules.lock().unwrap().push((operation, calls, fault));
+        self
+    }
+
+    /// Calls of `operation` so far.
+    pub(crate) fn calls(&self, operation: &str) -> u32 {
+        self.calls
+            .lock()
+            .unwrap()
+            .get(operation)
+            .copied()
+            .unwrap_or(0)
+    }
+
+    async fn call<T>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        call: BoxFuture<'_, Result<T, StoreError>>,
+        absent: impl FnOnce(StoreError) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let count = {
+            let mut calls = self.calls.lock().unwrap();
+            let count = calls.entry(operation).or_default();
+            *count += 1;
+            *count
+        };
+        let fault = {
+            let rules = self.rules.lock().unwrap();
+            let hit = rules
+                .iter()
+                .find(|(on, calls, _)| *on == operation && calls.contains(&count));
+            hit.map(|(_, _, fault)| *fault)
+        };
+        let key = key.to_owned();
+        let transient = |what: &str| StoreError::Transient {
+            operation,
+            key: key.clone(),
+            what: what.to_owned(),
+            source: None,
+        };
+        match fault {
+            None => call.await,
+            Some(Fault::Transient) => Err(transient("scripted fault")),
+            Some(Fault::SlowDown) => Err(StoreError::SlowDown {
+                operation,
+                key,
+                code: "SlowDown".to_owned(),
+            }),
+            Some(Fault::Refused) => Err(StoreError::Refused {
+                operation,
+                key,
+                code: "AccessDenied".to_owned(),
+                advice: String::new(),
+            }),
+            Some(Fault::Absent) => absent(StoreError::NotFound { operation, key }),
+            Some(Fault::Lost) => {
+                call.await?;
+                Err(transient("the answer was lost"))
+            }
+            Some(Fault::Stall) => std::future::pending().await,
+        }
+    }
+}
+
+impl Store for Faulty {
+    fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>> {
+        let call = self.inner.begin_upload(key);
+        self.call("begin_upload", key.as_str(), call, Err).boxed()
+    }
+
+    fn put_part<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+        number: PartNumber,
+        body: PartBody,
+    ) -> BoxFuture<'a, Result<PartReceipt, StoreError>> {
+        let call = self.inner.put_part(key, upload, number, body);
+        self.call("put_part", key.as_str(), call, Err).boxed()
+    }
+
+    fn complete_upload<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+        parts: &'a [PartReceipt],
+        len: u64,
+        crc64: u64,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let call = self.inner.complete_upload(key, upload, parts, len, crc64);
+        self.call("complete_upload", key.as_str(), call, Err)
+            .boxed()
+    }
+
+    fn abort_upload<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let call = self.inner.abort_upload(key, upload);
+        self.call("abort_upload", key.as_str(), call, Err).boxed()
+    }
+
+    fn put_if_absent<'a>(
+        &'a self,
+        key: &'a Key,
+        body: Bytes,
+    ) -> BoxFuture<'a, Result<PutOutcome, StoreError>> {
+        let call = self.inner.put_if_absent(key, body);
+        self.call("put_if_absent", key.as_str(), call, Err).boxed()
+    }
+
+    fn get<'a>(
+        &'a self,
+        key: &'a Key,
+        len_max: usize,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        let call = self.inner.get(key, len_max);
+        self.call("get", key.as_str(), call, |_| Ok(None)).boxed()
+    }
+
+    fn get_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: Range<u64>,
+        if_match: Option<&'a str>,
+        out: &'a mut [u8],
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let call = self.inner.get_range(key, range, if_match, out);
+        self.call("get_range", key.as_str(), call, Err).boxed()
+    }
+
+    fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {
+        let call = self.inner.head(key);
+        self.call("head", key.as_str(), call, |_| Ok(None)).boxed()
+    }
+
+    fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>> {
+        self.call("list", prefix, self.inner.list(prefix), Err)
+            .boxed()
+    }
+
+    fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
+        self.call("list_dirs", prefix, self.inner.list_dirs(prefix), Err)
+            .boxed()
+    }
+
+    fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.call("delete", key.as_str(), self.inner.delete(key), Err)
+            .boxed()
+    }
+
+    fn describe(&self) -> String {
+        "faulty memory:".to_owned()
+    }
+}

@@ -1,0 +1,4 @@
+//! Integration tests: one binary of modules.
+
+mod store_contract;
+mod support;

@@ -1,0 +1,127 @@
+//! The S3 server of `testkit`, as a child process on a free port.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use tempfile::TempDir;
+
+/// The bucket that every server has.
+pub(crate) const BUCKET: &str = "images";
+
+/// What a client of the server needs in its environment.
+pub(crate) const ENVIRONMENT: [(&str, &str); 6] = [
+    ("AWS_ACCESS_KEY_ID", "test"),
+    ("AWS_SECRET_ACCESS_KEY", "testtest"),
+    ("AWS_REGION", "us-east-1"),
+    ("AWS_EC2_METADATA_DISABLED", "true"),
+    ("AWS_CONFIG_FILE", "/dev/null"),
+    ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null"),
+];
+
+/// A running server; dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct S3Server {
+    child: Child,
+    /// `http://127.0.0.1:PORT`.
+    pub(crate) endpoint: String,
+    /// One JSON line per request that was answered.
+    pub(crate) log: PathBuf,
+    /// The rules in force, see [`S3Server::set_rules`].
+    pub(crate) rules: PathBuf,
+    dir: TempDir,
+}
+
+impl S3Server {
+    /// Starts `testkit s3` with an empty [`BUCKET`], no rules, and these further arguments.
+    pub(crate) fn start(extra_args: &[&str]) -> Self {
+        let dir = TempDir::new().expect("a temporary folder");
+        let log = dir.path().join("requests.jsonl");
+        let rules = dir.path().join("rules.json");
+        std::fs::write(&rules, "[]").expect("the rules file");
+        let program = testkit();
+        let mut child = Command::new(&program)
+            .args(["s3", "--addr", "127.0.0.1:0", "--bucket", BUCKET])
+            .arg("--rules")
+            .arg(&rules)
+            .arg("--log")
+            .arg(&log)
+            .args(extra_args)
+            .envs(ENVIRONMENT)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|error| {
+                panic!(
+                    "cannot start {}: {error}; build it with `cargo build -p testkit`, or set TESTKIT_BIN",
+                    program.display()
+                )
+            });
+        let mut line = String::new();
+        let stdout = child.stdout.take().expect("piped");
+        BufReader::new(stdout).read_line(&mut line).expect("the server's first line");
+        let endpoint = line.trim().strip_prefix("listening ").map(str::to_owned);
+        let endpoint = endpoint.unwrap_or_else(|| panic!("testkit s3 said {line:?}"));
+        Self {
+            child,
+            endpoint,
+            log,
+            rules,
+            dir,
+        }
+    }
+
+    /// Puts rules in force from the next request on, counted anew.
+    pub(crate) fn set_rules(&self, rules: &serde_json::Value) {
+        // A new file under the same name: the server never sees half of one.
+        let new = self.dir.path().join("rules.new");
+        std::fs::write(&new, rules.to_string()).expect("the rules file");
+        std::fs::rename(&new, &self.rules).expect("the rules file");
+    }
+
+    /// The requests of an operation (an S3 verb) that were answered so far, in the order of their ends.
+    pub(crate) fn requests(&self, operation: &str) -> Vec<serde_json::Value> {
+        let text = std::fs::read_to_string(&self.log).expect("the request log");
+        let lines = text.lines().map(|line| serde_json::from_str(line).expect("a JSON line"));
+        lines.filter(|line: &serde_json::Value| line["op"] == operation).collect()
+    }
+}
+
+impl Drop for S3Server {
+    fn drop(&mut self) {
+        // Both fail only when the child is gone already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `TESTKIT_BIN`, else the program that lies beside the folder of this test's own.
+fn testkit() -> PathBuf {
+    std::env::var_os("TESTKIT_BIN").map(PathBuf::from).unwrap_or_else(|| {
+        let this = std::env::current_exe().expect("this program's path");
+        let profile = this.parent().and_then(|deps| deps.parent()).expect("target/<profile>/deps");
+        profile.join("testkit")
+    })
+}
+
+/// Runs the body of the test `name` in a process that has [`ENVIRONMENT`] set. The store takes credentials only from the SDK's chain, and a process with
+/// threads cannot change its own environment: outside of it, this runs the very test again as a child, and returns `false`.
+pub(crate) fn has_credentials(name: &str) -> bool {
+    if ENVIRONMENT.iter().all(|(key, value)| std::env::var(key).is_ok_and(|set| set == *value)) {
+        return true;
+    }
+    let this = std::env::current_exe().expect("this program's path");
+    let output = Command::new(this)
+        .args(["--exact", name, "--include-ignored"])
+        .envs(ENVIRONMENT)
+        .env_remove("AWS_PROFILE")
+        .output()
+        .expect("this program runs");
+    let (stdout, stderr) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(output.status.success(), "{name} failed in the child:\n{stdout}\n{stderr}");
+    assert!(stdout.contains("1 passed"), "{name} did not run in the child:\n{stdout}");
+    false
+}
