@@ -526,11 +526,12 @@ mod frame_tables {
 
 #[test]
 fn the_longest_object_is_all_raw_frames() {
-    let raw = crate::codec::sample_data::random(9, 2 * MIB as usize + 7);
+    let chunk_len = usize::try_from(MIB).unwrap();
+    let raw = crate::codec::sample_data::random(9, 2 * chunk_len + 7);
     let mut encoder = Encoder::new(Level::None).unwrap();
     let mut frame = Vec::new();
     let mut table = FrameTable::new(raw.len() as u64, MIB);
-    for chunk in raw.chunks(MIB as usize) {
+    for chunk in raw.chunks(chunk_len) {
         let encoded = encoder.encode(chunk, &mut frame);
         table.push(
             u32::try_from(frame.len()).unwrap(),
