@@ -13,7 +13,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
-use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, find_frame_compressed_size, get_error_name};
+use zstd::zstd_safe::{CCtx, CParameter, DCtx, find_frame_compressed_size, get_error_name};
 
 use super::Digest;
 
@@ -56,7 +56,7 @@ impl Level {
             Some(2..=4) => 3 * MIB,
             Some(5..=8) => 8 * MIB,
             Some(9..=11) => 32 * MIB,
-            Some(12..=16) => 64 * MIB,
+            Some(12..=16) => 80 * MIB,
             Some(17..) => 160 * MIB,
         }
     }
@@ -283,6 +283,8 @@ const TRIAL_LEN: usize = 32 * 1024;
 const SAMPLE_LEN: usize = 16 * 1024;
 /// One cache line at a time.
 const SAMPLE_RUN_LEN: usize = 64;
+/// A prime, so that sampled runs are spread over rows of any length.
+const SAMPLE_SHIFT: usize = 4099;
 /// Bits per byte above which order-0 coding gains less than 2 %.
 const RANDOM_ENTROPY: f64 = 7.9;
 /// Shorter chunks are cheap enough to just compress.
@@ -295,14 +297,14 @@ fn looks_random(chunk: &[u8]) -> bool {
     }
     let run_distance = chunk.len() / (SAMPLE_LEN / SAMPLE_RUN_LEN);
     let mut histogram = [0u32; 256];
-    let mut sampled_count = 0u32;
-    for stretch in chunk.chunks_exact(run_distance) {
-        for byte in &stretch[..SAMPLE_RUN_LEN] {
+    for (index, stretch) in chunk.chunks_exact(run_distance).enumerate() {
+        // Not at a fixed distance, or rows of a power of two would show the same column every time.
+        let start = index * SAMPLE_SHIFT % (run_distance - SAMPLE_RUN_LEN);
+        for byte in &stretch[start..start + SAMPLE_RUN_LEN] {
             histogram[usize::from(*byte)] += 1;
         }
-        sampled_count += SAMPLE_RUN_LEN as u32;
     }
-    let total = f64::from(sampled_count);
+    let total = f64::from(histogram.iter().sum::<u32>());
     let entropy: f64 = histogram
         .iter()
         .filter(|count| **count > 0)
@@ -562,7 +564,5 @@ fn check_header(frame: &[u8], raw_len: u64) -> Result<(), FrameError> {
     Ok(())
 }
 
-/// Version of libzstd, for instance `1.5.7`.
-pub fn zstd_version() -> &'static str {
-    zstd_safe::version_string()
-}
+#[cfg(test)]
+mod tests;
