@@ -427,6 +427,8 @@ struct Bars {
     bars: MultiProgress,
     summary: ProgressBar,
     lanes: Vec<Lane>,
+    /// What the last look said, once there was something to move.
+    last: Option<String>,
 }
 
 struct Lane {
@@ -447,6 +449,7 @@ impl Bars {
             bars,
             summary,
             lanes: Vec::new(),
+            last: None,
         }
     }
 
@@ -508,14 +511,21 @@ impl View for Bars {
             tail(snapshot)
         ));
         self.summary.tick();
+        if !snapshot.devices.is_empty() {
+            self.last = Some(plain_line(snapshot));
+        }
     }
 
+    /// The bars go; one line stays and says how far it came.
     fn end(&mut self) {
         for lane in &self.lanes {
-            lane.bar.abandon();
+            lane.bar.finish_and_clear();
         }
         self.summary.finish_and_clear();
         self.console.set_bars(None);
+        if let Some(last) = self.last.take() {
+            self.console.line(&last);
+        }
     }
 }
 
