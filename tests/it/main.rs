@@ -1,5 +1,7 @@
 //! The integration tests: one binary, one module per subject.
 
+/// The command line as a script sees it.
+mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
 /// The house rules that a compiler does not know.
