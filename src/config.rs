@@ -461,13 +461,7 @@ impl StoreTimes {
         // One attempt may not last longer than all of them together.
         let attempt = |key: &'static str, text: Option<&str>, longest: u64, default: u64| {
             let Some(text) = Setting::file(key, text) else {
-                let default = Duration::from_secs(default);
-                if default > retry {
-                    tracing::warn!(
-                        "{key} is {retry:?} instead of its default {default:?}, because store.retry_timeout is no longer"
-                    );
-                }
-                return Ok(default.min(retry));
+                return Ok(Duration::from_secs(default).min(retry));
             };
             let time = text.time(Self::LEAST, Duration::from_secs(longest))?;
             match &retry_setting {
@@ -482,7 +476,7 @@ impl StoreTimes {
                 _ => Ok(time),
             }
         };
-        Ok(Self {
+        let times = Self {
             retry,
             connect: attempt(
                 "store.connect_timeout",
@@ -502,7 +496,16 @@ impl StoreTimes {
                 600,
                 20,
             )?,
-        })
+        };
+        if retry < Duration::from_secs(30) {
+            tracing::warn!(
+                "store.retry_timeout = {retry:?} also cuts the limits of one attempt: connect {:?}, request {:?}, stall {:?}",
+                times.connect,
+                times.request,
+                times.stall
+            );
+        }
+        Ok(times)
     }
 }
 

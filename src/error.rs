@@ -73,14 +73,59 @@ impl ExitCode {
             ExitCode::Ok
             | ExitCode::NothingToRestore
             | ExitCode::NothingToSave
-            | ExitCode::DoesNotFit => "none",
+            | ExitCode::DoesNotFit
+            | ExitCode::NotOurs
+            | ExitCode::Fenced => "none",
             ExitCode::Config | ExitCode::Preflight => "fix-config",
-            ExitCode::NotOurs | ExitCode::Fenced => "none",
             ExitCode::RolledBack => "retry",
-            ExitCode::Lost | ExitCode::CommitUnknown => "human",
+            ExitCode::Lost | ExitCode::CommitUnknown | ExitCode::RestoreRefused => "human",
             ExitCode::CommittedTargetAstray => "end-process",
-            ExitCode::RestoreRefused => "human",
             ExitCode::RestoreFailed => "restore",
+        }
+    }
+
+    /// `true` when the same command may succeed later without anybody changing anything.
+    pub fn is_retryable(self) -> bool {
+        matches!(self, ExitCode::RolledBack | ExitCode::RestoreFailed)
+    }
+
+    /// What the code means, in a few words for the last line on stderr.
+    pub fn meaning(self) -> &'static str {
+        match self {
+            ExitCode::Ok => "done as asked",
+            ExitCode::Config => "usage or configuration error",
+            ExitCode::Preflight => "refused beforehand",
+            ExitCode::NotOurs => "the job or the target belongs to someone else",
+            ExitCode::DoesNotFit => "does not fit the notice",
+            ExitCode::NothingToRestore => "nothing to restore",
+            ExitCode::NothingToSave => "nothing to save",
+            ExitCode::RolledBack => "nothing was saved, the target runs on",
+            ExitCode::Lost => "failed after BEGIN, nothing preserved",
+            ExitCode::CommitUnknown => "commit unknown",
+            ExitCode::CommittedTargetAstray => "committed, but the target is not as asked",
+            ExitCode::Fenced => "another writer took the job",
+            ExitCode::RestoreRefused => "refused before the driver was touched",
+            ExitCode::RestoreFailed => "failed after the driver was touched",
+        }
+    }
+
+    /// What a person does next, for the last line on stderr.
+    pub fn advice(self) -> &'static str {
+        match self {
+            ExitCode::Ok | ExitCode::NothingToSave => "nothing to do",
+            ExitCode::Config => "correct the flag or key that it names",
+            ExitCode::Preflight => "correct what it names, then try again",
+            ExitCode::NotOurs | ExitCode::Fenced => "do not requeue the job from here",
+            ExitCode::DoesNotFit => "let the job use its own time",
+            ExitCode::NothingToRestore => "start the job afresh",
+            ExitCode::RolledBack => "try again later",
+            ExitCode::Lost => "look at the target's state; a person must decide",
+            ExitCode::CommitUnknown => "run `ckptstream list` when the store can be reached again",
+            ExitCode::CommittedTargetAstray => {
+                "the image is good: end the target, then restore it elsewhere"
+            }
+            ExitCode::RestoreRefused => "read the cause; nothing was changed",
+            ExitCode::RestoreFailed => "end the target, then restore again",
         }
     }
 }
@@ -150,6 +195,8 @@ pub struct Failure {
     pub phase: Phase,
     /// Why: the first error; its sources are the cause chain.
     pub cause: Box<dyn std::error::Error + Send + Sync + 'static>,
+    /// The image's place in the job's log, when it was committed before the failure.
+    pub generation: Option<u64>,
     /// Targets as looked up after the failure; empty when none was touched.
     pub targets: Vec<TargetState>,
     /// Clean-up that failed too. Never in place of the cause.
@@ -167,6 +214,7 @@ impl Failure {
             code,
             phase,
             cause: cause.into(),
+            generation: None,
             targets: Vec::new(),
             attached: Vec::new(),
         }
@@ -174,14 +222,15 @@ impl Failure {
 
     /// The cause and its sources, outermost first.
     pub fn cause_chain(&self) -> Vec<String> {
-        let mut chain = vec![self.cause.to_string()];
-        let mut next = self.cause.source();
-        while let Some(error) = next {
-            chain.push(error.to_string());
-            next = error.source();
-        }
-        chain
+        chain(self.cause.as_ref())
     }
+}
+
+/// An error and its sources, outermost first.
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> Vec<String> {
+    std::iter::successors(Some(error), |error| error.source())
+        .map(ToString::to_string)
+        .collect()
 }
 
 impl fmt::Display for Failure {

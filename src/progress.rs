@@ -48,21 +48,28 @@ pub struct Meter {
 
 #[derive(Debug, Default)]
 struct MeterState {
-    phase: Option<Phase>,
+    phases: Vec<Phase>,
     lanes: Vec<Arc<LaneMeter>>,
 }
 
 /// One look at a [`Meter`].
 #[derive(Debug, Clone)]
 pub struct MeterView {
-    /// The phase under way; `None` before the first.
-    pub phase: Option<Phase>,
+    /// Every phase entered so far, in order; the last is under way. Kept whole so that a reader that looks seldom misses none.
+    pub phases: Vec<Phase>,
     /// The lanes, in the order they were announced.
     pub lanes: Vec<Arc<LaneMeter>>,
     /// Requests on the wire.
     pub in_flight: u32,
     /// Requests tried again.
     pub retries: u64,
+}
+
+impl MeterView {
+    /// The phase under way; `None` before the first.
+    pub fn phase(&self) -> Option<Phase> {
+        self.phases.last().copied()
+    }
 }
 
 impl Meter {
@@ -73,7 +80,7 @@ impl Meter {
 
     /// Announces the phase that begins now.
     pub fn enter(&self, phase: Phase) {
-        self.lock().phase = Some(phase);
+        self.lock().phases.push(phase);
     }
 
     /// Announces the lanes of the transfer that begins now, in place of any before.
@@ -85,7 +92,7 @@ impl Meter {
     pub fn view(&self) -> MeterView {
         let state = self.lock();
         MeterView {
-            phase: state.phase,
+            phases: state.phases.clone(),
             lanes: state.lanes.clone(),
             in_flight: self.in_flight.load(Ordering::Relaxed),
             retries: self.retries.load(Ordering::Relaxed),

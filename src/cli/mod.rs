@@ -1,0 +1,319 @@
+//! The command line: parse, resolve, run, report.
+//!
+//! In: arguments, one configuration file, signals. Out: the result on stdout, progress and logs on stderr, an exit code. Everything below this
+//! module is called with values that are checked, and prints nothing.
+//!
+//! What stdout and stderr do never changes what became of the job: a reader that went away, or a terminal that cannot be drawn on, is no failure.
+
+mod args;
+mod console;
+mod images;
+mod logging;
+mod progress;
+mod report;
+mod signals;
+mod stdout;
+mod units;
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use tokio_util::sync::CancellationToken;
+
+use crate::checkpoint::{self, Then};
+use crate::config::{Config, ConfigError, Environment, JobName, RawConfig, StoreConfig};
+use crate::error::{ExitCode, Failure, Phase};
+use crate::outcome::Outcome;
+use crate::progress::Meter;
+use crate::restore;
+use crate::session::Session;
+use crate::store::retry::{RetryPolicy, Retrying};
+use crate::store::s3::S3Store;
+
+use args::{Args, Command, ProgressChoice, ThenChoice};
+use console::Console;
+use progress::{Mode, Progress, Terminal};
+use report::{Done, RunReport};
+use stdout::Stdout;
+
+/// How long leftovers on the network may take once the verdict is known.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Runs the command line of this process.
+pub fn main() -> std::process::ExitCode {
+    let started = Instant::now();
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => return usage(&error, started),
+    };
+    let terminal = Terminal::look();
+    let mode = Mode::resolve(args.common.progress, terminal);
+    let console = Console::default();
+    logging::install(
+        args.common.level(),
+        &console,
+        mode == Mode::Json,
+        terminal.colours,
+    );
+    if args.common.progress == ProgressChoice::Bar && mode != Mode::Bar {
+        tracing::warn!("--progress bar needs a terminal on stderr; plain lines are shown instead");
+    }
+    let stdout = Stdout::default();
+    let run = Run {
+        args: &args,
+        mode,
+        console: &console,
+        started,
+        stdout: &stdout,
+    };
+    let mut job = args.common.job.clone();
+    let result = run.execute(&mut job);
+    conclude(&run, result, job)
+}
+
+/// Reports, and turns the verdict into the exit status.
+fn conclude(
+    run: &Run<'_>,
+    result: Result<Option<Done>, Failure>,
+    job: Option<String>,
+) -> std::process::ExitCode {
+    let command = run.args.command.name();
+    let elapsed = run.started.elapsed().as_secs_f64();
+    let (report, code, print) = match result {
+        Ok(Some(done)) => (RunReport::done(command, done, elapsed), ExitCode::Ok, true),
+        // `cat` has its result on stdout already.
+        Ok(None) => return std::process::ExitCode::SUCCESS,
+        // The reader of stdout has seen enough.
+        Err(_) if run.stdout.is_broken() => return std::process::ExitCode::SUCCESS,
+        Err(failure) => {
+            let report = RunReport::failed(command, &failure, job, elapsed);
+            if run.mode != Mode::Json {
+                report
+                    .failure_lines(failure.code.advice())
+                    .iter()
+                    .for_each(|line| run.console.line(line));
+            }
+            (report, failure.code, run.args.common.json)
+        }
+    };
+    if print
+        && let Err(error) = report.print(run.args.common.json, &mut run.stdout.writer())
+        && !run.stdout.is_broken()
+    {
+        tracing::warn!("the result could not be written to stdout: {error}");
+    }
+    if run.mode == Mode::Json {
+        match report.result_line() {
+            Ok(line) => run.console.line(&line),
+            Err(error) => tracing::warn!("the result line could not be written: {error}"),
+        }
+    }
+    std::process::ExitCode::from(code.code())
+}
+
+/// `--help`, `--version`, or a command line that makes no sense (exit 2; as JSON too when that was asked for).
+fn usage(error: &clap::Error, started: Instant) -> std::process::ExitCode {
+    // Nobody to tell: the exit status still says it.
+    let _ = error.print();
+    if !error.use_stderr() {
+        return std::process::ExitCode::SUCCESS;
+    }
+    if std::env::args_os().any(|argument| argument == "--json") {
+        let text = error.render().to_string();
+        let lines: Vec<&str> = text
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty())
+            .collect();
+        let failure = Failure::new(ExitCode::Config, Phase::Config, lines.join("; "));
+        let report = RunReport::failed(
+            "ckptstream",
+            &failure,
+            None,
+            started.elapsed().as_secs_f64(),
+        );
+        let _ = report.print(true, &mut Stdout::default().writer());
+    }
+    std::process::ExitCode::from(ExitCode::Config.code())
+}
+
+/// One command under way.
+struct Run<'a> {
+    args: &'a Args,
+    mode: Mode,
+    console: &'a Console,
+    started: Instant,
+    stdout: &'a Stdout,
+}
+
+/// What every command that talks to the store stands on.
+struct Ground {
+    runtime: tokio::runtime::Runtime,
+    meter: Arc<Meter>,
+    cancel: CancellationToken,
+}
+
+impl Run<'_> {
+    /// Does what was asked. `job` becomes known on the way.
+    fn execute(&self, job: &mut Option<String>) -> Result<Option<Done>, Failure> {
+        self.refuse_early()?;
+        let raw = match &self.args.common.config {
+            Some(path) => RawConfig::read(path).map_err(config_failure)?,
+            None => RawConfig::default(),
+        };
+        let overrides = self.args.overrides();
+        let named = JobName::resolve(&overrides, &raw).map_err(config_failure)?;
+        *job = named.as_ref().map(ToString::to_string);
+        let config =
+            || Config::resolve(&overrides, &raw, &Environment::read()).map_err(config_failure);
+        match &self.args.command {
+            // Needs no job: without one it lists the jobs.
+            Command::List => {
+                let store = StoreConfig::resolve(&overrides, &raw).map_err(config_failure)?;
+                Self::list(&store, named.as_ref()).map(Some)
+            }
+            Command::Checkpoint(command) => {
+                let then = match command.then {
+                    ThenChoice::Suspend => Then::Suspend,
+                    ThenChoice::Resume => Then::Resume,
+                };
+                self.transfer(config()?, |session| {
+                    checkpoint::checkpoint(session, command.pid, then)
+                })
+            }
+            Command::Restore(command) => self.transfer(config()?, |session| {
+                restore::restore(
+                    session,
+                    command.pid,
+                    command.image.image,
+                    command.into_fresh,
+                )
+            }),
+            Command::Verify(command) => {
+                self.transfer(config()?, |session| restore::verify(session, command.image))
+            }
+            Command::Inspect(command) => self.with_session(config()?, |session| {
+                let inspection = session.wait(images::inspect(
+                    session.store.as_ref(),
+                    &session.config.job,
+                    command.image,
+                ))?;
+                Ok(Some(Done::Inspection(Box::new(inspection))))
+            }),
+            Command::Cat(command) => self.with_session(config()?, |session| {
+                restore::cat(
+                    session,
+                    command.image.image,
+                    command.gpu,
+                    &mut self.stdout.writer(),
+                )?;
+                Ok(None)
+            }),
+        }
+    }
+
+    /// What is wrong whatever the configuration says.
+    fn refuse_early(&self) -> Result<(), Failure> {
+        let Command::Cat(_) = self.args.command else {
+            return Ok(());
+        };
+        let refuse = |why: &str| {
+            Err(Failure::new(
+                ExitCode::Config,
+                Phase::Config,
+                why.to_owned(),
+            ))
+        };
+        if self.args.common.json {
+            return refuse(
+                "cat has the raw bytes on stdout, so there is no place for --json; use --progress json for a result line on stderr",
+            );
+        }
+        if std::io::stdout().is_terminal() {
+            return refuse("cat does not write raw bytes to a terminal; redirect stdout");
+        }
+        Ok(())
+    }
+
+    fn list(store: &StoreConfig, job: Option<&JobName>) -> Result<Done, Failure> {
+        Ground::stand(|ground| {
+            let connected = ground.runtime.block_on(S3Store::connect(store));
+            let connected = connected
+                .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
+            let policy = RetryPolicy::new(store.retry_timeout);
+            let store = Retrying::new(
+                Arc::new(connected),
+                policy,
+                ground.cancel.clone(),
+                ground.meter.clone(),
+            );
+            ground.runtime.block_on(images::list(&store, job))
+        })
+    }
+
+    /// A command whose result is an [`Outcome`].
+    fn transfer(
+        &self,
+        config: Config,
+        work: impl FnOnce(&Session) -> Result<Outcome, Failure>,
+    ) -> Result<Option<Done>, Failure> {
+        self.with_session(config, |session| {
+            work(session).map(|outcome| Some(Done::Transfer(outcome)))
+        })
+    }
+
+    /// Opens a session, shows progress while `work` works, and leaves nothing behind.
+    fn with_session(
+        &self,
+        config: Config,
+        work: impl FnOnce(&Session) -> Result<Option<Done>, Failure>,
+    ) -> Result<Option<Done>, Failure> {
+        Ground::stand(|ground| {
+            let deadline = config
+                .deadline
+                .and_then(|deadline| self.started.checked_add(deadline));
+            let session = Session::open(
+                config,
+                ground.runtime.handle().clone(),
+                ground.meter.clone(),
+                ground.cancel.clone(),
+            )?;
+            let _progress = Progress::start(
+                self.mode,
+                ground.meter.clone(),
+                deadline,
+                self.console.clone(),
+            );
+            work(&session)
+        })
+    }
+}
+
+impl Ground {
+    /// Starts the network's threads and watches for signals while `work` works.
+    fn stand<T>(work: impl FnOnce(&Self) -> Result<T, Failure>) -> Result<T, Failure> {
+        let refused =
+            |error: std::io::Error| Failure::new(ExitCode::Preflight, Phase::Prepare, error);
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .thread_name("network")
+            .build()
+            .map_err(refused)?;
+        let cancel = CancellationToken::new();
+        signals::watch(&runtime, &cancel).map_err(refused)?;
+        let ground = Self {
+            runtime,
+            meter: Meter::new(),
+            cancel,
+        };
+        let result = work(&ground);
+        ground.runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
+        result
+    }
+}
+
+fn config_failure(error: ConfigError) -> Failure {
+    Failure::new(ExitCode::Config, Phase::Config, error)
+}

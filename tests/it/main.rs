@@ -1,4 +1,12 @@
-//! Integration tests: one binary of modules.
+//! The integration tests: one binary, one module per subject.
 
+/// The command line as a script sees it.
+mod cli;
+/// The configuration file and flags, from text to a resolved configuration.
+mod config;
+/// The promises of a store, against every kind of store that there is.
 mod store_contract;
+/// Servers and processes that the tests start.
 mod support;
+/// The house rules that a compiler does not know.
+mod tidy;

@@ -1,0 +1,291 @@
+//! What the user typed: no judgement, no files, no environment but the variables that clap reads.
+//!
+//! In: the command line. Out: [`Args`]. What can fail: a command or flag that does not exist, a value of the wrong form; clap says so and
+//! names the nearest one.
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args as ClapArgs, Parser, Subcommand, ValueEnum};
+
+use crate::config::Overrides;
+use crate::driver::GpuUuid;
+use crate::image::ImageRef;
+
+const AFTER_HELP: &str = "\
+Credentials come from the SDK's chain only: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, a web identity token, the instance's role. \
+The result goes to stdout, progress and logs to stderr.
+
+Exit codes: 0 done; 2 usage or configuration; 3 refused beforehand; 4 someone else's; 6 no image; 7 nothing to save; 10 nothing saved, the target \
+runs on; 12 to 15 failed after the checkpoint began; 20 restore refused; 21 restore failed. docs/exit-codes.md has the full table.";
+
+/// The command line.
+#[derive(Debug, Parser)]
+#[command(name = "ckptstream", version, about, after_help = AFTER_HELP, max_term_width = 120, disable_help_subcommand = true)]
+pub(super) struct Args {
+    #[command(subcommand)]
+    pub(super) command: Command,
+
+    #[command(flatten)]
+    pub(super) common: Common,
+}
+
+/// Flags of every command.
+#[derive(Debug, ClapArgs)]
+pub(super) struct Common {
+    /// Configuration file (TOML); flags override it
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "CKPTSTREAM_CONFIG",
+        global = true,
+        help_heading = "Configuration"
+    )]
+    pub(super) config: Option<PathBuf>,
+
+    /// Job that the images belong to: 1 to 128 of A-Z a-z 0-9 . _ - [file: job.name]
+    #[arg(
+        long,
+        value_name = "NAME",
+        global = true,
+        help_heading = "Configuration"
+    )]
+    pub(super) job: Option<String>,
+
+    /// Where images are kept: s3://bucket/prefix [file: store.url]
+    #[arg(long, value_name = "URL", global = true, help_heading = "Store")]
+    pub(super) store: Option<String>,
+
+    /// Endpoint of an S3-compatible store, such as http://127.0.0.1:9000 [file: store.endpoint; default: AWS]
+    #[arg(long, value_name = "URL", global = true, help_heading = "Store")]
+    pub(super) endpoint: Option<String>,
+
+    /// Region of the bucket [file: store.region; default: the SDK's chain]
+    #[arg(long, value_name = "REGION", global = true, help_heading = "Store")]
+    pub(super) region: Option<String>,
+
+    /// Print the result as one JSON object instead of a table
+    #[arg(long, global = true, help_heading = "Output")]
+    pub(super) json: bool,
+
+    /// How progress is shown on stderr: auto is bars on a terminal, lines elsewhere
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = ProgressChoice::Auto, global = true, help_heading = "Output")]
+    pub(super) progress: ProgressChoice,
+
+    /// Least severe log messages to show on stderr
+    #[arg(long, value_name = "LEVEL", value_enum, default_value_t = LogLevel::Warn, global = true, help_heading = "Output")]
+    pub(super) log_level: LogLevel,
+
+    /// Show more log messages: -v info, -vv debug, -vvv trace
+    #[arg(short, action = ArgAction::Count, conflicts_with = "log_level", global = true, help_heading = "Output")]
+    pub(super) verbose: u8,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Save a running CUDA process into the store; leaves it suspended with its GPUs released
+    #[command(after_help = "\
+Signals: before the driver's checkpoint call, the first SIGINT, SIGTERM or SIGHUP rolls the target back to running (exit 10). After it there is no \
+way back: the save goes on to its end, and further signals change nothing.")]
+    Checkpoint(CheckpointArgs),
+    /// Put an image back into a suspended process and let it run
+    Restore(RestoreArgs),
+    /// List the images of a job, or the jobs of the store when no job is named
+    List,
+    /// Show what an image consists of
+    Inspect(ImageArgs),
+    /// Read an image back and check every chunk; needs no GPU
+    Verify(ImageArgs),
+    /// Print the raw bytes of one GPU's memory to stdout; needs no GPU
+    Cat(CatArgs),
+}
+
+impl Command {
+    /// The name as typed, for the report.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Command::Checkpoint(_) => "checkpoint",
+            Command::Restore(_) => "restore",
+            Command::List => "list",
+            Command::Inspect(_) => "inspect",
+            Command::Verify(_) => "verify",
+            Command::Cat(_) => "cat",
+        }
+    }
+}
+
+/// `checkpoint`
+#[derive(Debug, ClapArgs)]
+pub(super) struct CheckpointArgs {
+    /// Process to save, in our pid namespace
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) pid: u32,
+
+    /// What becomes of the process afterwards: resume brings it back from the image just stored
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = ThenChoice::Suspend)]
+    pub(super) then: ThenChoice,
+
+    #[command(flatten)]
+    pub(super) deadline: DeadlineArgs,
+}
+
+/// `restore`
+#[derive(Debug, ClapArgs)]
+pub(super) struct RestoreArgs {
+    /// Suspended process to put the image into, in our pid namespace
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) pid: u32,
+
+    #[command(flatten)]
+    pub(super) image: ImageArgs,
+
+    /// The process came up suspended on purpose: accept it although this image was not taken from it
+    #[arg(long)]
+    pub(super) into_fresh: bool,
+
+    /// Put a stored GPU onto a present one; repeatable, UUIDs as nvidia-smi -L prints them [file: driver.gpu_map; default: the same GPU, else one alike]
+    #[arg(long, value_name = "OLD=NEW")]
+    pub(super) gpu_map: Vec<String>,
+
+    #[command(flatten)]
+    pub(super) deadline: DeadlineArgs,
+}
+
+/// `--deadline`
+#[derive(Debug, ClapArgs)]
+pub(super) struct DeadlineArgs {
+    /// Time from now until the node is gone, such as 90s
+    #[arg(long, value_name = "TIME")]
+    pub(super) deadline: Option<String>,
+}
+
+/// `--image`
+#[derive(Debug, Clone, ClapArgs)]
+pub(super) struct ImageArgs {
+    /// Image: its ID (the generation, up to 8 digits), or latest for the newest valid one
+    #[arg(long, value_name = "ID", default_value = "latest")]
+    pub(super) image: ImageRef,
+}
+
+/// `cat`
+#[derive(Debug, ClapArgs)]
+pub(super) struct CatArgs {
+    #[command(flatten)]
+    pub(super) image: ImageArgs,
+
+    /// GPU whose memory is printed, as stored; may be left out when the image holds one only
+    #[arg(long, value_name = "UUID")]
+    pub(super) gpu: Option<GpuUuid>,
+}
+
+/// `--then`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ThenChoice {
+    /// Leave the process suspended, its GPUs released
+    Suspend,
+    /// Bring the process back and let it run on
+    Resume,
+}
+
+/// `--progress`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ProgressChoice {
+    /// Bars on a terminal, plain lines elsewhere
+    Auto,
+    /// One bar per GPU
+    Bar,
+    /// A line every two seconds and at each phase
+    Plain,
+    /// One JSON object per line; the last one is the result
+    Json,
+    /// Nothing
+    None,
+}
+
+/// `--log-level`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum LogLevel {
+    /// What failed
+    Error,
+    /// What may need attention
+    Warn,
+    /// What happens
+    Info,
+    /// Why it happens
+    Debug,
+    /// Everything, libraries included
+    Trace,
+}
+
+impl Common {
+    /// `-v` counts up from the default.
+    pub(super) fn level(&self) -> LogLevel {
+        match self.verbose {
+            0 => self.log_level,
+            1 => LogLevel::Info,
+            2 => LogLevel::Debug,
+            _ => LogLevel::Trace,
+        }
+    }
+}
+
+impl Args {
+    /// The flags that override the configuration file.
+    pub(super) fn overrides(&self) -> Overrides {
+        let (deadline, gpu_map) = match &self.command {
+            Command::Checkpoint(command) => (command.deadline.deadline.clone(), Vec::new()),
+            Command::Restore(command) => {
+                (command.deadline.deadline.clone(), command.gpu_map.clone())
+            }
+            Command::List | Command::Inspect(_) | Command::Verify(_) | Command::Cat(_) => {
+                (None, Vec::new())
+            }
+        };
+        Overrides {
+            job: self.common.job.clone(),
+            store: self.common.store.clone(),
+            endpoint: self.common.endpoint.clone(),
+            region: self.common.region.clone(),
+            deadline,
+            gpu_map,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_sound() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_may_stand_before_and_after_the_command() {
+        for line in [
+            "ckptstream --job j list --json",
+            "ckptstream list --job j --json",
+        ] {
+            let args = Args::try_parse_from(line.split(' ')).expect(line);
+            assert_eq!(args.overrides().job.as_deref(), Some("j"));
+            assert!(args.common.json);
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for line in [
+            "ckptstream",
+            "ckptstream checkpoint",
+            "ckptstream checkpoint --pid 0",
+            "ckptstream checkpoint --pid 1 --then vanish",
+            "ckptstream restore --pid 1 --image newest",
+            "ckptstream list -v --log-level info",
+            "ckptstream cat --gpu 3",
+        ] {
+            assert!(Args::try_parse_from(line.split(' ')).is_err(), "{line}");
+        }
+    }
+}

@@ -1,0 +1,363 @@
+//! `list` and `inspect`: what stands in the store, as data that is printed either way.
+//!
+//! In: a store, perhaps a job, perhaps an image. Out: listings for the report. What can fail: the store (exit 3), the image (20), or there is none (6).
+
+use std::time::{Duration, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use super::report::{Done, Rows, image_id};
+use super::units::{float, ratio, size};
+use crate::codec::FrameKind;
+use crate::config::JobName;
+use crate::error::{ExitCode, Failure, Phase};
+use crate::image::{self, Image, ImageError, ImageRef, Skipped, Standing};
+use crate::manifest::{ExtentRecord, FrameTable, ImageKind, Manifest};
+use crate::store::Store;
+
+/// `list` of one job.
+#[derive(Debug, Serialize)]
+pub(super) struct ImageListing {
+    #[serde(skip)]
+    pub(super) job: String,
+    store: String,
+    /// Newest first.
+    images: Vec<ImageRow>,
+    /// Log entries that may be images but cannot be read as such.
+    skipped: Vec<SkippedRow>,
+    /// The job ended by itself; its images are only history.
+    finished: bool,
+}
+
+/// One image, as the job's log has it; its objects were not looked at.
+#[derive(Debug, Serialize)]
+struct ImageRow {
+    image: String,
+    generation: u64,
+    attempt: String,
+    kind: ImageKind,
+    created_ms: u64,
+    raw: u64,
+    stored: u64,
+    /// `usable`, `bad` (it failed to restore) or `dropped` (given up; its data may be gone).
+    standing: &'static str,
+    tool: String,
+}
+
+/// An image that was passed over, and why.
+#[derive(Debug, Serialize)]
+struct SkippedRow {
+    image: String,
+    generation: u64,
+    reason: String,
+}
+
+/// `list` of a store.
+#[derive(Debug, Serialize)]
+pub(super) struct JobListing {
+    store: String,
+    jobs: Vec<String>,
+}
+
+/// `inspect`: a manifest that was verified, and what its frame tables add up to.
+#[derive(Debug, Serialize)]
+pub(super) struct Inspection {
+    #[serde(skip)]
+    pub(super) generation: u64,
+    /// XXH3-128 of the manifest, as the log has it.
+    manifest_digest: String,
+    pub(super) manifest: Manifest,
+    /// In the manifest's order.
+    extents: Vec<ExtentSummary>,
+    /// Newer images that `latest` passed over.
+    skipped: Vec<SkippedRow>,
+}
+
+#[derive(Debug, Serialize)]
+struct ExtentSummary {
+    pid: u32,
+    device: String,
+    key: String,
+    raw: u64,
+    stored: u64,
+    /// Raw to stored.
+    ratio: Option<f64>,
+    frames: FrameCounts,
+}
+
+/// Frames by how they were made.
+#[derive(Debug, Default, Serialize)]
+struct FrameCounts {
+    all: u64,
+    zero: u64,
+    raw: u64,
+    zstd: u64,
+}
+
+/// Images of a job, or jobs of the store. That there is none at all is a failure of its own (6), so that a script need not parse.
+pub(super) async fn list(store: &dyn Store, job: Option<&JobName>) -> Result<Done, Failure> {
+    let Some(job) = job else {
+        let jobs = image::list_jobs(store).await.map_err(image_failure)?;
+        if jobs.is_empty() {
+            return Err(nothing(format!(
+                "no job has images under {}",
+                store.describe()
+            )));
+        }
+        let jobs = jobs.iter().map(ToString::to_string).collect();
+        return Ok(Done::Jobs(JobListing {
+            store: store.describe(),
+            jobs,
+        }));
+    };
+    let list = image::list_images(store, job)
+        .await
+        .map_err(image_failure)?;
+    if list.images.is_empty() && list.unreadable.is_empty() {
+        return Err(nothing(format!(
+            "job {job} has no image under {}",
+            store.describe()
+        )));
+    }
+    let images = list.images.into_iter().map(|listed| ImageRow {
+        image: image_id(listed.generation),
+        generation: listed.generation,
+        attempt: listed.entry.attempt,
+        kind: listed.entry.kind,
+        created_ms: listed.entry.created_ms,
+        raw: listed.entry.raw_len,
+        stored: listed.entry.stored_len,
+        standing: match listed.standing {
+            Standing::Usable => "usable",
+            Standing::Bad => "bad",
+            Standing::Dropped => "dropped",
+        },
+        tool: listed.entry.tool,
+    });
+    Ok(Done::Images(ImageListing {
+        job: job.to_string(),
+        store: store.describe(),
+        images: images.collect(),
+        skipped: skipped_rows(&list.unreadable),
+        finished: list.is_finished,
+    }))
+}
+
+/// An image's manifest and frame tables, verified.
+pub(super) async fn inspect(
+    store: &dyn Store,
+    job: &JobName,
+    which: ImageRef,
+) -> Result<Inspection, Failure> {
+    let (image, skipped) = Image::open(store, job, which)
+        .await
+        .map_err(image_failure)?;
+    let extents =
+        image
+            .manifest
+            .processes
+            .iter()
+            .zip(&image.tables)
+            .flat_map(|(process, tables)| {
+                let pid = process.pid;
+                process
+                    .extents
+                    .iter()
+                    .zip(tables)
+                    .map(move |(extent, table)| summary(pid, extent, table))
+            });
+    Ok(Inspection {
+        generation: image.generation,
+        manifest_digest: image.manifest_digest.to_string(),
+        extents: extents.collect(),
+        skipped: skipped_rows(&skipped),
+        manifest: image.manifest,
+    })
+}
+
+fn summary(pid: u32, extent: &ExtentRecord, table: &FrameTable) -> ExtentSummary {
+    let mut frames = FrameCounts::default();
+    for kind in &table.kinds {
+        frames.all += 1;
+        match kind {
+            FrameKind::Zero => frames.zero += 1,
+            FrameKind::Raw => frames.raw += 1,
+            FrameKind::Zstd => frames.zstd += 1,
+        }
+    }
+    ExtentSummary {
+        pid,
+        device: extent.device.clone(),
+        key: extent.object.key.clone(),
+        raw: extent.raw_len,
+        stored: extent.object.len,
+        ratio: (extent.object.len > 0).then(|| float(extent.raw_len) / float(extent.object.len)),
+        frames,
+    }
+}
+
+fn skipped_rows(skipped: &[Skipped]) -> Vec<SkippedRow> {
+    let row = |skip: &Skipped| SkippedRow {
+        image: image_id(skip.generation),
+        generation: skip.generation,
+        reason: crate::error::chain(&skip.flaw).join(": "),
+    };
+    skipped.iter().map(row).collect()
+}
+
+fn nothing(what: String) -> Failure {
+    Failure::new(ExitCode::NothingToRestore, Phase::Read, what)
+}
+
+/// What an image error means to a command that only reads.
+fn image_failure(error: ImageError) -> Failure {
+    let code = match error {
+        ImageError::NoImage { .. } => ExitCode::NothingToRestore,
+        ImageError::Unreachable { .. } => ExitCode::Preflight,
+        _ => ExitCode::RestoreRefused,
+    };
+    Failure::new(code, Phase::Read, error)
+}
+
+/// By the writer's clock, in UTC: `2026-01-31 12:00:00`.
+fn written_at(created_ms: u64) -> String {
+    match UNIX_EPOCH.checked_add(Duration::from_millis(created_ms)) {
+        // Later than the year 9999 it formats to nothing.
+        Some(time) if created_ms < 253_402_300_800_000 => humantime::format_rfc3339_seconds(time)
+            .to_string()
+            .replace('T', " ")
+            .replace('Z', ""),
+        _ => "-".to_owned(),
+    }
+}
+
+impl ImageListing {
+    /// The table for people.
+    pub(super) fn text(&self) -> String {
+        let mut rows = Rows::default();
+        rows.add("job", format!("{} in {}", self.job, self.store));
+        rows.line(format!(
+            "{:<9} {:<20} {:<6} {:>11} {:>11} {:>6}  {:<9} {}",
+            "image", "written (UTC)", "kind", "raw", "stored", "ratio", "standing", "attempt"
+        ));
+        for image in &self.images {
+            rows.line(format!(
+                "{:<9} {:<20} {:<6} {:>11} {:>11} {:>6}  {:<9} {}",
+                image.image,
+                written_at(image.created_ms),
+                image.kind.to_string(),
+                size(image.raw),
+                size(image.stored),
+                ratio(image.raw, image.stored),
+                image.standing,
+                image.attempt
+            ));
+        }
+        add_skipped(&mut rows, &self.skipped);
+        if self.finished {
+            rows.add(
+                "finished",
+                "the job ended by itself; its images are only history",
+            );
+        }
+        rows.text
+    }
+}
+
+impl JobListing {
+    /// One job per line.
+    pub(super) fn text(&self) -> String {
+        self.jobs.iter().map(|job| format!("{job}\n")).collect()
+    }
+}
+
+impl Inspection {
+    /// The manifest for people.
+    pub(super) fn text(&self) -> String {
+        let manifest = &self.manifest;
+        let mut rows = Rows::default();
+        rows.add(
+            "image",
+            format!(
+                "{} of job {}, attempt {}",
+                image_id(self.generation),
+                manifest.job,
+                manifest.attempt
+            ),
+        );
+        rows.add("kind", manifest.kind.to_string());
+        let driver = manifest
+            .capture
+            .driver_version
+            .as_deref()
+            .unwrap_or("unknown");
+        let api = manifest.capture.driver_api;
+        rows.add(
+            "driver",
+            format!("{driver} (API {}.{})", api / 1000, api % 1000 / 10),
+        );
+        rows.add(
+            "written",
+            format!(
+                "{} UTC by {} on {}",
+                written_at(manifest.created_ms),
+                manifest.tool,
+                manifest.host.name
+            ),
+        );
+        rows.add("boot", &manifest.host.boot_id);
+        rows.add("digest", format!("xxh3-128 {}", self.manifest_digest));
+        rows.add(
+            "bytes",
+            format!(
+                "{} raw, {} stored, ratio {}",
+                size(manifest.raw_len()),
+                size(manifest.stored_len()),
+                ratio(manifest.raw_len(), manifest.stored_len())
+            ),
+        );
+        let mut extents = self.extents.iter();
+        for process in &manifest.processes {
+            rows.add("process", format!("pid {} {}", process.pid, process.name));
+            for device in &process.devices {
+                rows.add(
+                    "gpu",
+                    format!(
+                        "{} {}, chip {}, {}, PCI {}",
+                        device.uuid,
+                        device.name,
+                        device.chip,
+                        size(device.memory_len),
+                        device.pci
+                    ),
+                );
+            }
+            for extent in extents.by_ref().take(process.extents.len()) {
+                let frames = &extent.frames;
+                rows.add(
+                    "extent",
+                    format!(
+                        "{} {} raw, {} stored, ratio {}, {} frames ({} zero, {} raw, {} zstd)",
+                        extent.device,
+                        size(extent.raw),
+                        size(extent.stored),
+                        ratio(extent.raw, extent.stored),
+                        frames.all,
+                        frames.zero,
+                        frames.raw,
+                        frames.zstd
+                    ),
+                );
+                rows.add("", &extent.key);
+            }
+        }
+        add_skipped(&mut rows, &self.skipped);
+        rows.text
+    }
+}
+
+fn add_skipped(rows: &mut Rows, skipped: &[SkippedRow]) {
+    for skip in skipped {
+        rows.add("skipped", format!("{}: {}", skip.image, skip.reason));
+    }
+}

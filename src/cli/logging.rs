@@ -1,0 +1,91 @@
+//! Log messages on stderr: text for people, or one JSON object per line beside JSON progress, so that every line parses.
+
+use std::fmt;
+
+use serde_json::{Map, Value};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+use super::args::LogLevel;
+use super::console::Console;
+
+/// Sends log messages of `level` and above to the console. Libraries speak one level above, and freely at `trace`.
+pub(super) fn install(level: LogLevel, console: &Console, as_json: bool, ansi: bool) {
+    let filter = EnvFilter::new(match level {
+        LogLevel::Error => "error",
+        LogLevel::Warn => "error,ckptstream=warn",
+        LogLevel::Info => "warn,ckptstream=info",
+        LogLevel::Debug => "info,ckptstream=debug",
+        LogLevel::Trace => "trace",
+    });
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(console.clone())
+        .with_ansi(ansi)
+        .log_internal_errors(false);
+    // A second call in one process (tests) keeps the first subscriber; that is no failure.
+    let _ = if as_json {
+        builder.event_format(JsonLine).try_init()
+    } else {
+        builder.with_target(false).try_init()
+    };
+}
+
+/// `{"event":"log","level":"warn","message":…}` and the event's other fields.
+struct JsonLine;
+
+impl<S, N> FormatEvent<S, N> for JsonLine
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        _context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let mut fields = JsonFields(Map::new());
+        event.record(&mut fields);
+        fields.0.insert("event".to_owned(), "log".into());
+        fields.0.insert(
+            "level".to_owned(),
+            event
+                .metadata()
+                .level()
+                .as_str()
+                .to_ascii_lowercase()
+                .into(),
+        );
+        writeln!(writer, "{}", Value::Object(fields.0))
+    }
+}
+
+struct JsonFields(Map<String, Value>);
+
+impl Visit for JsonFields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0
+            .insert(field.name().to_owned(), format!("{value:?}").into());
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.0.insert(field.name().to_owned(), value.into());
+    }
+}

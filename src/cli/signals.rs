@@ -1,0 +1,39 @@
+//! SIGINT, SIGTERM and SIGHUP: the first one cancels, no one kills.
+//!
+//! A saver that dies after BEGIN takes the target with it, so none of them may end this process. Cancelling is a wish: before BEGIN the story
+//! rolls the target back; after it the story goes on, because there is no way back.
+
+use std::io;
+
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// From now on these signals go to `cancel`.
+///
+/// # Errors
+/// The system refused a handler.
+pub(super) fn watch(runtime: &Runtime, cancel: &CancellationToken) -> io::Result<()> {
+    let _inside = runtime.enter();
+    // A terminal that is closed must not end a save either.
+    for (name, kind) in [
+        ("SIGINT", SignalKind::interrupt()),
+        ("SIGTERM", SignalKind::terminate()),
+        ("SIGHUP", SignalKind::hangup()),
+    ] {
+        let mut signals = signal(kind)?;
+        let cancel = cancel.clone();
+        runtime.spawn(async move {
+            while signals.recv().await.is_some() {
+                let said = if cancel.is_cancelled() {
+                    "is noted already"
+                } else {
+                    "cancels; once the checkpoint has begun the work goes on to its end"
+                };
+                cancel.cancel();
+                tracing::warn!("{name} {said}");
+            }
+        });
+    }
+    Ok(())
+}
