@@ -1,1 +1,29 @@
-fn main() {}
+//! What ckptstream is tested with, in one binary: `testkit s3` serves S3 with scripted faults.
+//!
+//! In: a command line. Out: a ready line on standard output, then the subcommand's own work until it is told to stop.
+//! The binary never links libcuda and needs no GPU.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod s3;
+
+#[derive(Parser)]
+#[command(name = "testkit", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve S3 on a local address, with scripted faults and a request log
+    S3(s3::Args),
+}
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::S3(args) => s3::run(args),
+    }
+}
