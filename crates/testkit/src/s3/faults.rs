@@ -17,7 +17,8 @@ use super::body::{BodyFaultKind, FaultyResponse, RequestBody};
 use super::log::{Log, Record};
 use super::null;
 use super::op::Target;
-use super::rules::{Action, Reply, Rules};
+use super::rule_file::{Action, Reply};
+use super::rules::Rules;
 use super::wire::Connection;
 
 /// Most body bytes that are read off after the S3 layer has refused a request without reading it.
@@ -161,7 +162,7 @@ impl Front {
     ) -> Result<Response<Body>, Dropped> {
         let mut req = req.map(|()| Body::http_body(body.clone()));
         if self.null
-            && let Err(refusal) = null::unsign(&mut req, target)
+            && let Some(refusal) = null::unsign(&mut req, target)
         {
             return Ok(refusal);
         }

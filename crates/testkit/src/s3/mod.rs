@@ -1,7 +1,7 @@
 //! `testkit s3`: an S3 server for tests, the demo and benches, with scripted faults and a request log.
 //!
 //! ```text
-//! socket -> wire.rs (rate, resets, idle close) -> hyper -> faults.rs (rules.rs, body.rs, log.rs) -> s3s (signature, XML) -> store/
+//! socket -> wire.rs (rate, resets, idle close) -> hyper -> faults.rs (rules, body.rs, log.rs) -> s3s (signature, XML) -> store/
 //! ```
 //!
 //! In: a command line, a rules file that may change while the server runs. Out: `listening http://ADDR:PORT` on standard output, then S3.
@@ -29,6 +29,7 @@ mod faults;
 mod log;
 mod null;
 mod op;
+mod rule_file;
 mod rules;
 mod store;
 mod units;
@@ -89,21 +90,21 @@ pub(crate) struct Args {
 enum ServeError {
     #[error("bucket name `{0}` is not one that S3 allows")]
     BucketName(String),
-    #[error("the log {path} cannot be opened: {source}")]
+    #[error("the log {path} cannot be opened")]
     Log {
         path: PathBuf,
         source: std::io::Error,
     },
     #[error(transparent)]
     Rules(#[from] RulesError),
-    #[error("the store cannot be opened: {0}")]
-    Store(std::io::Error),
-    #[error("the server cannot listen on {addr}: {source}")]
+    #[error("the store cannot be opened")]
+    Store(#[source] std::io::Error),
+    #[error("the server cannot listen on {addr}")]
     Listen {
         addr: SocketAddr,
         source: std::io::Error,
     },
-    #[error("the server cannot run: {0}")]
+    #[error("the server cannot run")]
     Runtime(#[from] std::io::Error),
 }
 
@@ -123,10 +124,19 @@ pub(crate) fn run(args: Args) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("testkit s3: {error}");
+            eprintln!("testkit s3: {}", chain(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and what caused it, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(": ")
 }
 
 async fn serve(args: Args) -> Result<(), ServeError> {

@@ -8,8 +8,9 @@ use s3s::Body;
 
 use super::op::Target;
 
-/// Takes the signature off. A small object in chunked framing would be kept with its framing, so it is refused with 501.
-pub(super) fn unsign(req: &mut Request<Body>, target: &Target) -> Result<(), Response<Body>> {
+/// Takes the signature off. A small object in chunked framing would be kept with its framing, so it is refused with 501,
+/// which is then the answer.
+pub(super) fn unsign(req: &mut Request<Body>, target: &Target) -> Option<Response<Body>> {
     let headers = req.headers_mut();
     headers.remove(http::header::AUTHORIZATION);
     let payload = headers.remove("x-amz-content-sha256");
@@ -19,7 +20,7 @@ pub(super) fn unsign(req: &mut Request<Body>, target: &Target) -> Result<(), Res
                     </Message></Error>";
         let mut response = Response::new(Body::from(body.to_owned()));
         *response.status_mut() = StatusCode::NOT_IMPLEMENTED;
-        return Err(response);
+        return Some(response);
     }
-    Ok(())
+    None
 }

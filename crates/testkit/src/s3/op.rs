@@ -5,6 +5,35 @@
 use http::{HeaderMap, Method, Uri};
 use percent_encoding::percent_decode_str;
 
+/// Every name that [`Target::op`] can be, but `Unknown`.
+pub(super) const NAMES: [&str; 25] = [
+    "ListBuckets",
+    "GetBucketLocation",
+    "ListMultipartUploads",
+    "ListObjectVersions",
+    "GetBucketVersioning",
+    "ListObjectsV2",
+    "ListObjects",
+    "HeadBucket",
+    "CreateBucket",
+    "DeleteBucket",
+    "DeleteObjects",
+    "ListParts",
+    "GetObjectAttributes",
+    "GetObjectTagging",
+    "GetObject",
+    "HeadObject",
+    "UploadPartCopy",
+    "UploadPart",
+    "CopyObject",
+    "PutObjectTagging",
+    "PutObject",
+    "CreateMultipartUpload",
+    "CompleteMultipartUpload",
+    "AbortMultipartUpload",
+    "DeleteObject",
+];
+
 /// What a request is aimed at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Target {
@@ -40,7 +69,7 @@ impl Target {
             bucket: decoded(bucket),
             key: decoded(key),
             part: query.get("partNumber").and_then(|text| text.parse().ok()),
-            upload: query.get("uploadId").and_then(|text| decoded(text)),
+            upload: query.get("uploadId").and_then(decoded),
         }
     }
 }
@@ -141,6 +170,7 @@ mod tests {
         ];
         for (method, uri, op) in cases {
             assert_eq!(target(method, uri).op, op, "{uri}");
+            assert!(NAMES.contains(&op) || op == "Unknown");
         }
     }
 

@@ -7,9 +7,9 @@ pub(super) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
-    let number: u64 = number
-        .parse()
-        .map_err(|_| format!("`{text}` does not start with a whole number, as in 50MiB"))?;
+    let number: u64 = number.parse().map_err(|error| {
+        format!("`{text}` does not start with a whole number, as in 50MiB: {error}")
+    })?;
     let factor: u64 = match unit.trim() {
         "" | "B" => 1,
         "kB" | "KB" => 1_000,
@@ -51,7 +51,7 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let number: u64 = number
         .trim()
         .parse()
-        .map_err(|_| format!("`{text}` is not a time such as 1500ms or 3s"))?;
+        .map_err(|error| format!("`{text}` is not a time such as 1500ms or 3s: {error}"))?;
     match number.checked_mul(unit_ms) {
         Some(0) | None => Err(format!("`{text}` is out of range")),
         Some(ms) => Ok(Duration::from_millis(ms)),

@@ -39,10 +39,7 @@ impl S3 for Api {
         }
         self.0.make_bucket(&req.input.bucket).map_err(disk_error)?;
         let location = Some(format!("/{}", req.input.bucket));
-        Ok(S3Response::new(CreateBucketOutput {
-            location,
-            ..CreateBucketOutput::default()
-        }))
+        Ok(S3Response::new(CreateBucketOutput { location }))
     }
 
     async fn delete_bucket(
