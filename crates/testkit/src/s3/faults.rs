@@ -105,8 +105,15 @@ impl Front {
         if action.on_request.is_none_or(|fault| fault.at > 0) && action.apply {
             let mut req = req;
             req.extensions_mut().insert(action.hints.clone());
-            answer = Some(self.call_s3(req, &mut body, target).await?);
-        } else if matches!(action.reply, Reply::Fixed { .. }) {
+            let stalls = action
+                .on_request
+                .is_some_and(|fault| fault.kind == BodyFaultKind::Stall);
+            answer = tokio::select! {
+                answer = self.call_s3(req, &mut body, target) => Some(answer?),
+                // The S3 layer waits for a body that will never come.
+                () = connection.peer_gone(), if stalls => None,
+            };
+        } else if matches!(action.reply, Reply::Fixed { .. } | Reply::Stall) {
             body.drain(u64::MAX).await;
         }
         if let Some(fault) = action
@@ -114,7 +121,7 @@ impl Front {
             .filter(|fault| body.ended_by() == Some(*fault))
         {
             match fault.kind {
-                BodyFaultKind::Stall => std::future::pending::<()>().await,
+                BodyFaultKind::Stall => connection.peer_gone().await,
                 BodyFaultKind::Reset => connection.reset_on_close(),
                 BodyFaultKind::Cut | BodyFaultKind::Flip | BodyFaultKind::Short => {}
             }
@@ -130,7 +137,7 @@ impl Front {
             }
             (Reply::Stall, _) => {
                 record.line.applied = applied;
-                std::future::pending::<()>().await;
+                connection.peer_gone().await;
                 return Err(Dropped::ByRule);
             }
             (Reply::Drop, _) | (Reply::Store, None) => {

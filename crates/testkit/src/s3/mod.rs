@@ -195,13 +195,8 @@ impl Acceptor {
     fn serve(&self, stream: TcpStream, permit: OwnedSemaphorePermit) {
         // Without it the last bytes of an answer may wait for the client's acknowledgement.
         let _ = stream.set_nodelay(true);
-        let connection = Arc::new(Connection::default());
-        let wire = Wire::new(
-            stream,
-            Arc::clone(&connection),
-            self.pace.clone(),
-            self.idle_max,
-        );
+        let connection = Arc::new(Connection::new(stream));
+        let wire = Wire::new(Arc::clone(&connection), self.pace.clone(), self.idle_max);
         let front = Arc::clone(&self.front);
         let service = service_fn(move |req| {
             let (front, connection) = (Arc::clone(&front), Arc::clone(&connection));

@@ -6,13 +6,14 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use bytes::BufMut;
 use futures::task::AtomicWaker;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
 
@@ -63,18 +64,40 @@ impl Pace {
     }
 }
 
+/// How often a stalled request looks whether its client is still there.
+const PEER_CHECK: Duration = Duration::from_millis(50);
+
 /// What the layers above may ask of a connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Connection {
-    reset: AtomicBool,
+    stream: TcpStream,
     flushes: AtomicU64,
     flushed: AtomicWaker,
 }
 
 impl Connection {
+    pub(super) fn new(stream: TcpStream) -> Self {
+        Self {
+            stream,
+            flushes: AtomicU64::new(0),
+            flushed: AtomicWaker::new(),
+        }
+    }
+
     /// When this connection closes, it closes with a reset (RST) and unsent bytes are dropped.
     pub(super) fn reset_on_close(&self) {
-        self.reset.store(true, Ordering::Release);
+        // A socket that the peer has already reset refuses the option; there is nothing left to do then.
+        let _ = self.stream.set_zero_linger();
+    }
+
+    /// Returns once the client has closed its side. Nothing is read: while a request stalls, the HTTP layer does not look.
+    pub(super) async fn peer_gone(&self) {
+        while let Ok(ready) = self.stream.ready(Interest::READABLE).await {
+            if ready.is_read_closed() {
+                return;
+            }
+            tokio::time::sleep(PEER_CHECK).await;
+        }
     }
 
     /// Flushes so far. The HTTP layer flushes the socket only after its own buffer is empty.
@@ -93,9 +116,8 @@ impl Connection {
     }
 }
 
-/// An accepted socket.
+/// The byte stream of a connection.
 pub(super) struct Wire {
-    stream: TcpStream,
     connection: Arc<Connection>,
     pace: Option<Arc<Pace>>,
     turn: Option<Pin<Box<Sleep>>>,
@@ -109,7 +131,6 @@ struct Idle {
 
 impl Wire {
     pub(super) fn new(
-        stream: TcpStream,
         connection: Arc<Connection>,
         pace: Option<Arc<Pace>>,
         idle_max: Option<Duration>,
@@ -119,7 +140,6 @@ impl Wire {
             timer: Box::pin(tokio::time::sleep(limit)),
         });
         Self {
-            stream,
             connection,
             pace,
             turn: None,
@@ -150,6 +170,9 @@ impl Wire {
         cx: &mut Context<'_>,
         result: Poll<io::Result<usize>>,
     ) -> Poll<io::Result<usize>> {
+        if self.pace.is_none() && self.idle.is_none() {
+            return result;
+        }
         match &result {
             Poll::Ready(Ok(bytes)) => {
                 let now = Instant::now();
@@ -173,6 +196,20 @@ impl Wire {
     }
 }
 
+/// Tries `io` until it does not block, waiting for readiness in between.
+fn poll_io(
+    mut poll_ready: impl FnMut() -> Poll<io::Result<()>>,
+    mut io: impl FnMut() -> io::Result<usize>,
+) -> Poll<io::Result<usize>> {
+    loop {
+        ready!(poll_ready())?;
+        match io() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            result => return Poll::Ready(result),
+        }
+    }
+}
+
 impl AsyncRead for Wire {
     fn poll_read(
         self: Pin<&mut Self>,
@@ -180,15 +217,13 @@ impl AsyncRead for Wire {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.pace.is_none() && this.idle.is_none() {
-            return Pin::new(&mut this.stream).poll_read(cx, buf);
-        }
-        let len = ready!(this.poll_turn(cx)).min(buf.remaining());
-        let mut part = ReadBuf::new(buf.initialize_unfilled_to(len));
-        let result = Pin::new(&mut this.stream).poll_read(cx, &mut part);
-        let filled = part.filled().len();
-        let result = this.moved(cx, result.map_ok(|()| filled));
-        result.map_ok(|filled| buf.advance(filled))
+        let len = ready!(this.poll_turn(cx));
+        let stream = &this.connection.stream;
+        let result = poll_io(
+            || stream.poll_read_ready(cx),
+            || stream.try_read_buf(&mut (&mut *buf).limit(len)),
+        );
+        this.moved(cx, result).map_ok(drop)
     }
 }
 
@@ -200,7 +235,11 @@ impl AsyncWrite for Wire {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let len = ready!(this.poll_turn(cx)).min(buf.len());
-        let result = Pin::new(&mut this.stream).poll_write(cx, &buf[..len]);
+        let stream = &this.connection.stream;
+        let result = poll_io(
+            || stream.poll_write_ready(cx),
+            || stream.try_write(&buf[..len]),
+        );
         this.moved(cx, result)
     }
 
@@ -217,39 +256,27 @@ impl AsyncWrite for Wire {
                 .map_or(&[][..], |buf| buf);
             return Pin::new(this).poll_write(cx, first);
         }
-        let result = Pin::new(&mut this.stream).poll_write_vectored(cx, bufs);
+        let stream = &this.connection.stream;
+        let result = poll_io(
+            || stream.poll_write_ready(cx),
+            || stream.try_write_vectored(bufs),
+        );
         this.moved(cx, result)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        true
     }
 
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_flush(cx);
-        if result.is_ready() {
-            this.connection.flushes.fetch_add(1, Ordering::AcqRel);
-            this.connection.flushed.wake();
-        }
-        result
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.connection.flushes.fetch_add(1, Ordering::AcqRel);
+        self.connection.flushed.wake();
+        Poll::Ready(Ok(()))
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        if this.connection.reset.load(Ordering::Acquire) {
-            return Poll::Ready(Ok(()));
-        }
-        Pin::new(&mut this.stream).poll_shutdown(cx)
-    }
-}
-
-impl Drop for Wire {
-    fn drop(&mut self) {
-        if self.connection.reset.load(Ordering::Acquire) {
-            // A socket that the peer has already reset refuses the option; there is nothing left to do then.
-            let _ = self.stream.set_zero_linger();
-        }
+    /// The socket closes when the connection is dropped, which follows at once.
+    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 }
 

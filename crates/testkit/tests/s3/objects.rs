@@ -144,7 +144,7 @@ async fn wrong_checksums_are_refused_and_leave_nothing() {
     );
     put()
         .checksum_crc64_nvme(crc64(b"right"))
-        .content_md5("fO9pxWxErGVRz39B7T4ndg==")
+        .content_md5("fE8pQHiTwzSmy3qHvwRcDQ==")
         .send()
         .await
         .expect("right");

@@ -7,14 +7,17 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt, TryStreamExt};
 use s3s::crypto::{Checksum as _, Md5};
 use s3s::dto::StreamingBlob;
-use s3s::{S3Error, S3ErrorCode, S3Result, s3_error};
+use s3s::stream::{ByteStream, RemainingLength};
+use s3s::{S3Error, S3ErrorCode, S3Result, StdError, s3_error};
 use tokio::io::AsyncWriteExt;
 
 use super::super::body::flipped;
@@ -158,7 +161,37 @@ pub(super) fn stream(blobs: Vec<Arc<Blob>>, range: std::ops::Range<u64>) -> Stre
         }
         Ok(None)
     });
-    StreamingBlob::wrap(pieces)
+    StreamingBlob::new(Pieces {
+        left: range.end - range.start,
+        inner: Box::pin(pieces),
+    })
+}
+
+/// A stream of pieces that knows how many bytes are to come.
+struct Pieces<S> {
+    inner: Pin<Box<S>>,
+    left: u64,
+}
+
+impl<S: Stream<Item = io::Result<Bytes>>> Stream for Pieces<S> {
+    type Item = Result<Bytes, StdError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let piece = ready!(self.inner.as_mut().poll_next(cx));
+        if let Some(Ok(piece)) = &piece {
+            self.left -= piece.len() as u64;
+        }
+        Poll::Ready(piece.map(|piece| piece.map_err(StdError::from)))
+    }
+}
+
+impl<S: Stream<Item = io::Result<Bytes>>> ByteStream for Pieces<S> {
+    fn remaining_length(&self) -> RemainingLength {
+        usize::try_from(self.left).map_or_else(
+            |_error| RemainingLength::unknown(),
+            RemainingLength::new_exact,
+        )
+    }
 }
 
 /// A body that was taken in.
@@ -304,7 +337,7 @@ fn flip(mut blob: Blob, at: u64) -> io::Result<Blob> {
 }
 
 /// A body that ended early, or did not have the SHA-256 that its signature covers.
-fn body_error(source: s3s::StdError) -> S3Error {
+fn body_error(source: StdError) -> S3Error {
     let text = source.to_string();
     let mut error = if text.contains("Sha256Mismatch") || text.contains("SignatureMismatch") {
         let code = S3ErrorCode::Custom("XAmzContentSHA256Mismatch".into());

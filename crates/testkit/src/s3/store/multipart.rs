@@ -256,21 +256,24 @@ impl Store {
         if listed.is_empty() || listed.len() > 10_000 {
             return Err(malformed());
         }
-        let mut chosen = Vec::with_capacity(listed.len());
-        let mut last = 0;
-        for (index, named) in listed.iter().enumerate() {
-            let number = named
-                .part_number
+        let number = |part: &CompletedPart| {
+            part.part_number
                 .and_then(|number| u32::try_from(number).ok())
-                .ok_or_else(malformed)?;
+        };
+        let numbers: Vec<u32> = listed
+            .iter()
+            .map(number)
+            .collect::<Option<_>>()
+            .ok_or_else(malformed)?;
+        if !numbers.is_sorted_by(|a, b| a < b) {
+            return Err(s3_error!(
+                InvalidPartOrder,
+                "The list of parts was not in ascending order."
+            ));
+        }
+        let mut chosen = Vec::with_capacity(listed.len());
+        for (index, (number, named)) in numbers.into_iter().zip(listed).enumerate() {
             let etag = named.e_tag.as_ref().ok_or_else(malformed)?;
-            if number <= last {
-                return Err(s3_error!(
-                    InvalidPartOrder,
-                    "The list of parts was not in ascending order."
-                ));
-            }
-            last = number;
             let part = upload
                 .parts
                 .get(&number)
