@@ -1,9 +1,13 @@
-//! What ckptstream is tested with, in one binary.
+//! What ckptstream is tested with, in one binary: `testkit s3` serves S3 with scripted faults, `testkit target` is a training job.
+//!
+//! In: a command line. Out: a ready line on standard output, then the subcommand's own work until it is told to stop.
+//! The binary never links libcuda; only `testkit target` looks for it, at run time.
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod s3;
 mod target;
 
 #[derive(Parser)]
@@ -15,12 +19,15 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Serve S3 on a local address, with scripted faults and a request log
+    S3(s3::Args),
     /// Run an emulated training job whose whole state lives in GPU memory
     Target(target::Args),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
+        Command::S3(args) => s3::run(args),
         Command::Target(args) => target::run(&args),
     }
 }
