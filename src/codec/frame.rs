@@ -53,8 +53,9 @@ impl Level {
         const MIB: u64 = 1 << 20;
         match self.zstd_level() {
             None => 0,
+            // zstd takes 0 for its own default, 3.
+            Some(0 | 2..=4) => 3 * MIB,
             Some(..=1) => MIB,
-            Some(2..=4) => 3 * MIB,
             Some(5..=8) => 8 * MIB,
             Some(9..=11) => 32 * MIB,
             Some(12..=16) => 80 * MIB,
