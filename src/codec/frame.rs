@@ -117,6 +117,8 @@ pub const FRAME_LEN_MIN: u32 = 13;
 /// What [`Encoder::encode`] says about the frame it made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
+    /// Its length in bytes.
+    pub len: usize,
     /// How it was made.
     pub kind: FrameKind,
     /// Digest of the raw chunk.
@@ -175,24 +177,32 @@ impl Encoder {
         let Some(compressor) = &mut self.compressor else {
             return Ok(());
         };
-        let mut frame = Vec::with_capacity(frame_bound(chunk_len));
+        let mut frame = vec![0; frame_bound(chunk_len)];
         compressor
-            .compress2(&mut frame, &vec![0; chunk_len])
+            .compress2(frame.as_mut_slice(), &vec![0; chunk_len])
             .map(drop)
             .map_err(context_error)
     }
 
-    /// Replaces the content of `out` by one frame that holds `chunk`, which is at most [`CHUNK_LEN_MAX`] bytes long. `out` is reallocated only if its
-    /// capacity is below [`frame_bound`] of the chunk's length, and its new length is never above that.
-    pub fn encode(&mut self, chunk: &[u8], out: &mut Vec<u8>) -> Encoded {
+    /// Writes one frame that holds `chunk`, which is at most [`CHUNK_LEN_MAX`] bytes long, to the start of `out`; what is behind it is unspecified.
+    ///
+    /// # Panics
+    /// When `out` is shorter than [`frame_bound`] of the chunk's length.
+    pub fn encode(&mut self, chunk: &[u8], out: &mut [u8]) -> Encoded {
         debug_assert!(chunk.len() as u64 <= CHUNK_LEN_MAX);
-        out.clear();
-        out.reserve_exact(frame_bound(chunk.len()));
+        let bound = frame_bound(chunk.len());
+        assert!(
+            out.len() >= bound,
+            "a frame of {} bytes needs {bound} bytes of room, not {}",
+            chunk.len(),
+            out.len()
+        );
 
         if !chunk.is_empty() && is_zero(chunk) {
             let zero = self.zero_frame(chunk);
-            out.extend_from_slice(&zero.frame);
+            out[..zero.frame.len()].copy_from_slice(&zero.frame);
             return Encoded {
+                len: zero.frame.len(),
                 kind: FrameKind::Zero,
                 digest: zero.digest,
             };
@@ -202,14 +212,12 @@ impl Encoder {
         let compressed = self
             .compressor
             .as_mut()
-            .is_some_and(|compressor| compress(compressor, chunk, out));
-        let kind = if compressed {
-            FrameKind::Zstd
-        } else {
-            write_raw_frame(chunk, out);
-            FrameKind::Raw
+            .and_then(|compressor| compress(compressor, chunk, &mut out[..bound]));
+        let (len, kind) = match compressed {
+            Some(len) => (len, FrameKind::Zstd),
+            None => (write_raw_frame(chunk, out), FrameKind::Raw),
         };
-        Encoded { kind, digest }
+        Encoded { len, kind, digest }
     }
 
     fn zero_frame(&mut self, chunk: &[u8]) -> &ZeroFrame {
@@ -261,22 +269,21 @@ fn is_zero(bytes: &[u8]) -> bool {
         .all(|piece| piece == &ZEROS[..piece.len()])
 }
 
-/// Compresses the chunk if that is worth it; `false` leaves `out` with unspecified content.
-fn compress(compressor: &mut CCtx<'static>, chunk: &[u8], out: &mut Vec<u8>) -> bool {
+/// Compresses the chunk if that is worth it, and says how long the frame is; `None` leaves `out` with unspecified content.
+fn compress(compressor: &mut CCtx<'static>, chunk: &[u8], out: &mut [u8]) -> Option<usize> {
     // Gaining less than a twentieth is not worth a decoder's time, nor the next such chunk's encoding.
-    let worth_it = |raw_len: usize, stored_len: usize| stored_len < raw_len - raw_len / 20;
+    let worth_it = |raw_len: usize, stored_len: &usize| *stored_len < raw_len - raw_len / 20;
 
     if looks_random(chunk) {
         // A histogram does not see repetitions: let the compressor try one stretch.
         let start = (chunk.len() - TRIAL_LEN) / 2;
         let trial = compressor.compress2(out, &chunk[start..start + TRIAL_LEN]);
-        if !trial.is_ok_and(|stored_len| worth_it(TRIAL_LEN, stored_len)) {
-            return false;
-        }
+        trial
+            .ok()
+            .filter(|stored_len| worth_it(TRIAL_LEN, stored_len))?;
     }
-    compressor
-        .compress2(out, chunk)
-        .is_ok_and(|stored_len| worth_it(chunk.len(), stored_len))
+    let stored_len = compressor.compress2(out, chunk).ok()?;
+    Some(stored_len).filter(|stored_len| worth_it(chunk.len(), stored_len))
 }
 
 /// Stretch that is compressed to confirm that a chunk is incompressible: small against a chunk, long enough for repetitions within a few KiB to show.
@@ -316,46 +323,69 @@ fn looks_random(chunk: &[u8]) -> bool {
     entropy > RANDOM_ENTROPY
 }
 
-fn write_raw_frame(chunk: &[u8], out: &mut Vec<u8>) {
-    out.clear();
-    write_header(chunk.len(), out);
+/// Returns the frame's length.
+fn write_raw_frame(chunk: &[u8], out: &mut [u8]) -> usize {
+    let mut out = Cursor { out, len: 0 };
+    write_header(chunk.len(), &mut out);
     let mut blocks = chunk.chunks(BLOCK_LEN_MAX).peekable();
     if blocks.peek().is_none() {
-        write_block_header(BlockType::Raw, 0, true, out);
+        write_block_header(BlockType::Raw, 0, true, &mut out);
     }
     while let Some(block) = blocks.next() {
-        write_block_header(BlockType::Raw, block.len(), blocks.peek().is_none(), out);
-        out.extend_from_slice(block);
+        write_block_header(
+            BlockType::Raw,
+            block.len(),
+            blocks.peek().is_none(),
+            &mut out,
+        );
+        out.put(block);
     }
-    write_content_checksum(chunk, out);
+    write_content_checksum(chunk, &mut out);
+    out.len
+}
+
+/// The start of a buffer, filled from left to right.
+struct Cursor<'a> {
+    out: &'a mut [u8],
+    len: usize,
+}
+
+impl Cursor<'_> {
+    fn put(&mut self, bytes: &[u8]) {
+        let end = self.len + bytes.len();
+        self.out[self.len..end].copy_from_slice(bytes);
+        self.len = end;
+    }
 }
 
 /// The frame of a chunk that is known to be all zero and not empty.
 fn zero_frame(chunk: &[u8]) -> Vec<u8> {
-    let mut frame = Vec::new();
-    write_header(chunk.len(), &mut frame);
-    let mut blocks = chunk.chunks(BLOCK_LEN_MAX).peekable();
+    let blocks = chunk.chunks(BLOCK_LEN_MAX);
+    let mut frame =
+        vec![0; HAND_HEADER_LEN + blocks.len() * (BLOCK_HEADER_LEN + 1) + CONTENT_CHECKSUM_LEN];
+    let mut out = Cursor {
+        out: &mut frame,
+        len: 0,
+    };
+    write_header(chunk.len(), &mut out);
+    let mut blocks = blocks.peekable();
     while let Some(block) = blocks.next() {
-        write_block_header(
-            BlockType::Rle,
-            block.len(),
-            blocks.peek().is_none(),
-            &mut frame,
-        );
-        frame.push(0);
+        let last = blocks.peek().is_none();
+        write_block_header(BlockType::Rle, block.len(), last, &mut out);
+        out.put(&[0]);
     }
-    write_content_checksum(chunk, &mut frame);
+    write_content_checksum(chunk, &mut out);
     frame
 }
 
 /// Frames without matches need no history: a 128 KiB window lets a streaming reader get by with less than 1 MiB, whatever the chunk's length.
-fn write_header(raw_len: usize, out: &mut Vec<u8>) {
+fn write_header(raw_len: usize, out: &mut Cursor<'_>) {
     const DESCRIPTOR: u8 = 0x80 | CHECKSUM_FLAG; // content size in 4 bytes, no dictionary
     const WINDOW_128_KIB: u8 = (17 - 10) << 3;
     let content_size = u32::try_from(raw_len).expect("a chunk is at most 64 MiB long");
-    out.extend_from_slice(&MAGIC.to_le_bytes());
-    out.extend_from_slice(&[DESCRIPTOR, WINDOW_128_KIB]);
-    out.extend_from_slice(&content_size.to_le_bytes());
+    out.put(&MAGIC.to_le_bytes());
+    out.put(&[DESCRIPTOR, WINDOW_128_KIB]);
+    out.put(&content_size.to_le_bytes());
 }
 
 #[derive(Clone, Copy)]
@@ -364,16 +394,16 @@ enum BlockType {
     Rle = 1,
 }
 
-fn write_block_header(block_type: BlockType, len: usize, last: bool, out: &mut Vec<u8>) {
+fn write_block_header(block_type: BlockType, len: usize, last: bool, out: &mut Cursor<'_>) {
     let len = u32::try_from(len).expect("a block is at most 128 KiB long");
     let header = u32::from(last) | (block_type as u32) << 1 | len << 3;
-    out.extend_from_slice(&header.to_le_bytes()[..BLOCK_HEADER_LEN]);
+    out.put(&header.to_le_bytes()[..BLOCK_HEADER_LEN]);
 }
 
 /// The low 32 bits of the content's XXH64.
-fn write_content_checksum(chunk: &[u8], out: &mut Vec<u8>) {
+fn write_content_checksum(chunk: &[u8], out: &mut Cursor<'_>) {
     let low = XxHash64::oneshot(0, chunk).to_le_bytes();
-    out.extend_from_slice(&low[..CONTENT_CHECKSUM_LEN]);
+    out.put(&low[..CONTENT_CHECKSUM_LEN]);
 }
 
 /// A frame is not the one that the frame table promised.

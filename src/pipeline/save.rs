@@ -178,7 +178,6 @@ struct Compressors<'a> {
 impl Compressors<'_> {
     /// One thread: takes a frame buffer first and a chunk then, so that the oldest chunk of a lane always has a frame buffer.
     fn run(&self, mut encoder: Encoder, chunks: &Receiver<RawChunk>) -> Result<(), PipelineError> {
-        let mut scratch = Vec::new();
         loop {
             let (mut frame, waited) = self.frame_buffers.acquire().map_err(|_closed| PipelineError::Cancelled)?;
             self.gauge.blocked(waited);
@@ -187,10 +186,9 @@ impl Compressors<'_> {
             self.gauge.starved(idle.elapsed());
             let target = &self.targets[chunk.lane];
             let started = Instant::now();
-            let encoded = encoder.encode(&chunk.buffer[..chunk.len], &mut scratch);
-            frame[..scratch.len()].copy_from_slice(&scratch);
+            let encoded = encoder.encode(&chunk.buffer[..chunk.len], &mut frame);
             let record = FrameRecord {
-                stored_len: u32::try_from(scratch.len()).unwrap_or(u32::MAX),
+                stored_len: u32::try_from(encoded.len).unwrap_or(u32::MAX),
                 raw_len: u32::try_from(chunk.len).unwrap_or(u32::MAX),
                 kind: encoded.kind,
                 digest: encoded.digest,
