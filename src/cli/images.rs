@@ -361,3 +361,206 @@ fn add_skipped(rows: &mut Rows, skipped: &[SkippedRow]) {
         rows.add("skipped", format!("{}: {}", skip.image, skip.reason));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::cli::report::RunReport;
+    use crate::codec::{Crc64, Digest, Encoder, Level};
+    use crate::job_log::{ImageEntry, append_image};
+    use crate::manifest::{
+        Capture, CaptureMode, DeviceRecord, Host, ObjectRecord, ProcessRecord, digest_of,
+        manifest_key,
+    };
+    use crate::store::memory::MemoryStore;
+    use crate::store::{Key, Store};
+
+    const CHUNK_LEN: u64 = 1 << 20;
+    const GPU: &str = "GPU-00000000-0000-4000-8000-000000000001";
+
+    async fn put(store: &MemoryStore, job: &JobName, key: &str, bytes: Vec<u8>) {
+        let key = Key::of_job(job, key).expect("a key");
+        store
+            .put_if_absent(&key, Bytes::from(bytes))
+            .await
+            .expect("stored");
+    }
+
+    /// Commits an image of one zero chunk.
+    async fn save(store: &MemoryStore, job: &JobName, attempt: &str) {
+        let mut frame = Vec::new();
+        let chunk = vec![0; usize::try_from(CHUNK_LEN).expect("fits")];
+        let encoded = Encoder::new(Level::Fast)
+            .expect("encoder")
+            .encode(&chunk, &mut frame);
+        let mut table = FrameTable::new(CHUNK_LEN, CHUNK_LEN);
+        table.push(
+            u32::try_from(frame.len()).expect("fits"),
+            encoded.kind,
+            encoded.digest,
+        );
+        frame.extend(table.seek_table());
+        let object = ObjectRecord {
+            key: format!("data/{attempt}/1/gpu.zst"),
+            len: frame.len() as u64,
+            crc64: Crc64::of(&frame),
+        };
+        let table = table.encode();
+        let record = FrameTable::record(&table, format!("data/{attempt}/1/gpu.frames.json"));
+        put(store, job, &object.key, frame).await;
+        put(store, job, &record.key, table).await;
+        let manifest = Manifest {
+            format: 1,
+            features: Vec::new(),
+            tool: "ckptstream test".to_owned(),
+            job: job.to_string(),
+            kind: ImageKind::Gpu,
+            attempt: attempt.to_owned(),
+            created_ms: 1_790_000_000_000,
+            capture: Capture {
+                mode: CaptureMode::CustomStorage,
+                driver_version: None,
+                driver_api: 13040,
+            },
+            host: Host {
+                name: "node-1".to_owned(),
+                boot_id: "b".to_owned(),
+            },
+            processes: vec![ProcessRecord {
+                pid: 42,
+                start_time: 1,
+                ns_pids: Vec::new(),
+                name: "train".to_owned(),
+                devices: vec![DeviceRecord {
+                    uuid: GPU.to_owned(),
+                    name: "Test GPU".to_owned(),
+                    chip: "9.0".to_owned(),
+                    memory_len: 1 << 30,
+                    pci: "00000000:01:00.0".to_owned(),
+                    ordinal: 0,
+                }],
+                extents: vec![ExtentRecord {
+                    device: GPU.to_owned(),
+                    raw_len: CHUNK_LEN,
+                    chunk_len: CHUNK_LEN,
+                    object,
+                    table: record,
+                }],
+            }],
+        };
+        let bytes = manifest.encode();
+        let entry = ImageEntry {
+            writer: attempt.to_owned(),
+            attempt: attempt.to_owned(),
+            manifest_key: manifest_key(attempt),
+            manifest_len: bytes.len() as u64,
+            manifest_digest: digest_of(&bytes),
+            kind: manifest.kind,
+            raw_len: manifest.raw_len(),
+            stored_len: manifest.stored_len(),
+            created_ms: manifest.created_ms,
+            tool: manifest.tool.clone(),
+        };
+        put(store, job, &entry.manifest_key, bytes).await;
+        append_image(store, job, 1, &entry)
+            .await
+            .expect("committed");
+    }
+
+    fn nonce(number: u8) -> String {
+        Digest::of(&[number]).to_string()
+    }
+
+    /// The table and the JSON of what a command has to tell.
+    fn both(done: Done) -> (String, serde_json::Value) {
+        let report = RunReport::done("test", done, 0.0);
+        let mut text = Vec::new();
+        report
+            .print(false, &mut text)
+            .expect("a Vec takes everything");
+        (
+            String::from_utf8(text).expect("text"),
+            serde_json::to_value(&report).expect("json"),
+        )
+    }
+
+    #[tokio::test]
+    async fn where_nothing_is_the_proof_is_6() {
+        let store = MemoryStore::new();
+        let job = JobName::new("train").expect("a name");
+        for failure in [
+            list(&store, None).await.expect_err("no job"),
+            list(&store, Some(&job)).await.expect_err("no image"),
+            inspect(&store, &job, ImageRef::Latest)
+                .await
+                .expect_err("no image"),
+        ] {
+            assert_eq!(failure.code, ExitCode::NothingToRestore);
+        }
+    }
+
+    #[tokio::test]
+    async fn listings_name_images_and_jobs() {
+        let store = MemoryStore::new();
+        let job = JobName::new("train").expect("a name");
+        save(&store, &job, &nonce(1)).await;
+        save(&store, &job, &nonce(2)).await;
+        put(&store, &job, "log/00000003.json", b"{}".to_vec()).await;
+        let (text, json) = both(list(&store, Some(&job)).await.expect("a listing"));
+        assert!(text.contains("00000002  2026-09-21 14:13:20"), "{text}");
+        assert!(text.contains("skipped   00000003: "), "{text}");
+        assert_eq!(
+            (&json["images"][0]["image"], &json["images"][1]["image"]),
+            (&"00000002".into(), &"00000001".into())
+        );
+        assert_eq!(
+            (&json["job"], &json["skipped"][0]["generation"]),
+            (&"train".into(), &3.into())
+        );
+        let (text, json) = both(list(&store, None).await.expect("a listing"));
+        assert_eq!(
+            (text.as_str(), &json["jobs"][0]),
+            ("train\n", &"train".into())
+        );
+    }
+
+    #[tokio::test]
+    async fn inspect_shows_the_newest_valid_image_and_what_it_passed_over() {
+        let store = MemoryStore::new();
+        let job = JobName::new("train").expect("a name");
+        save(&store, &job, &nonce(1)).await;
+        save(&store, &job, &nonce(2)).await;
+        let lost = Key::of_job(&job, &format!("data/{}/1/gpu.zst", nonce(2))).expect("a key");
+        store.delete(&lost).await.expect("deleted");
+        let inspection = inspect(&store, &job, ImageRef::Latest)
+            .await
+            .expect("an image");
+        let (text, json) = both(Done::Inspection(Box::new(inspection)));
+        assert!(
+            text.contains("00000001 of job train")
+                && text.contains("1 frames (1 zero, 0 raw, 0 zstd)"),
+            "{text}"
+        );
+        assert!(
+            text.contains("skipped   00000002: ") && text.contains("gpu.zst"),
+            "{text}"
+        );
+        assert_eq!(
+            (&json["image"], &json["manifest"]["processes"][0]["pid"]),
+            (&"00000001".into(), &42.into())
+        );
+        assert_eq!(
+            (
+                &json["extents"][0]["frames"]["zero"],
+                &json["skipped"][0]["generation"]
+            ),
+            (&1.into(), &2.into())
+        );
+        let failure = inspect(&store, &job, ImageRef::Generation(2))
+            .await
+            .expect_err("damaged");
+        assert_eq!(failure.code, ExitCode::RestoreRefused);
+    }
+}
