@@ -18,7 +18,9 @@ use bytesize::ByteSize;
 use ckptstream::codec::{Decoder, Encoder, Level};
 use ckptstream::config::{PartChecksum, StoreConfig};
 use ckptstream::driver::{BufferPool, CopyQueue, DeviceMemory, Driver};
-use ckptstream::pipeline::{Destination, LoadLane, LoadResources, SaveLane, SaveResources, Saved, load, save};
+use ckptstream::pipeline::{
+    Destination, LoadLane, LoadResources, SaveLane, SaveResources, Saved, load, save,
+};
 use ckptstream::plan::{self, LoadSettings, SaveSettings, plan_load, plan_save};
 use ckptstream::progress::{LaneMeter, Meter};
 use ckptstream::store::retry::{RetryPolicy, Retrying};
@@ -58,14 +60,31 @@ const STRIPE_LEN: u64 = 16 << 20;
 fn main() -> Result<(), Failure> {
     let args = Args::parse();
     let threads = u32::try_from(std::thread::available_parallelism()?.get())?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
     let driver = Driver::open()?;
-    let gpu = driver.devices().get(args.gpu).ok_or("no GPU of this ordinal")?;
-    println!("gpu {}: {}, {}, compute capability {}", gpu.ordinal, gpu.name, gpu.uuid, gpu.chip);
-    println!("driver {}, CUDA API {}", driver.driver_version().unwrap_or("unknown"), driver.api_version());
+    let gpu = driver
+        .devices()
+        .get(args.gpu)
+        .ok_or("no GPU of this ordinal")?;
+    println!(
+        "gpu {}: {}, {}, compute capability {}",
+        gpu.ordinal, gpu.name, gpu.uuid, gpu.chip
+    );
+    println!(
+        "driver {}, CUDA API {}",
+        driver.driver_version().unwrap_or("unknown"),
+        driver.api_version()
+    );
     driver.retain_contexts()?;
     let memory = DeviceMemory::allocate(&driver, args.gpu, usize::try_from(args.bytes.as_u64())?)?;
-    let run = Run { driver, memory, threads, args };
+    let run = Run {
+        driver,
+        memory,
+        threads,
+        args,
+    };
 
     timed("fill", run.len(), || run.each_stripe(Stripe::Fill))?;
     let store = runtime.block_on(connect(&run.args))?;
@@ -73,7 +92,10 @@ fn main() -> Result<(), Failure> {
     timed("scribble", run.len(), || run.each_stripe(Stripe::Scribble))?;
     run.back(&runtime, &store, saved, chunk_len)?;
     timed("compare", run.len(), || run.each_stripe(Stripe::Compare))?;
-    println!("copy_path: OK, {} out and back, equal", ByteSize(run.len()).display().iec());
+    println!(
+        "copy_path: OK, {} out and back, equal",
+        ByteSize(run.len()).display().iec()
+    );
     Ok(())
 }
 
@@ -97,7 +119,11 @@ impl Run {
     }
 
     /// GPU → ring → frames → parts → store.
-    fn out(&self, runtime: &tokio::runtime::Runtime, store: &Arc<dyn Store>) -> Result<(Saved, u64), Failure> {
+    fn out(
+        &self,
+        runtime: &tokio::runtime::Runtime,
+        store: &Arc<dyn Store>,
+    ) -> Result<(Saved, u64), Failure> {
         let settings = SaveSettings {
             part_size: None,
             chunk_size: None,
@@ -109,9 +135,17 @@ impl Run {
         };
         let plan = plan_save(&[self.len()], &settings)?;
         let started = Instant::now();
-        let ring = BufferPool::new(plan.ring_chunks, usize::try_from(plan.chunk_len)?, Some(&self.driver))?;
+        let ring = BufferPool::new(
+            plan.ring_chunks,
+            usize::try_from(plan.chunk_len)?,
+            Some(&self.driver),
+        )?;
         let pinned = ByteSize(plan.ring_chunks as u64 * plan.chunk_len);
-        println!("ring: {} pinned in {:.3} s", pinned.display().iec(), started.elapsed().as_secs_f64());
+        println!(
+            "ring: {} pinned in {:.3} s",
+            pinned.display().iec(),
+            started.elapsed().as_secs_f64()
+        );
         let key = Key::new(&format!("copy-path/{}.zst", std::process::id()))?;
         let upload = runtime.block_on(store.begin_upload(&key))?;
         let lane = SaveLane {
@@ -125,28 +159,50 @@ impl Run {
         let resources = SaveResources {
             store: Arc::clone(store),
             runtime: runtime.handle().clone(),
-            encoders: (0..plan.threads).map(|_| Encoder::new(Level::Fast)).collect::<Result<_, _>>()?,
+            encoders: (0..plan.threads)
+                .map(|_| Encoder::new(Level::Fast))
+                .collect::<Result<_, _>>()?,
             chunk_len: plan.chunk_len,
             frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,
-            part_buffers: BufferPool::new(plan.part_buffers, usize::try_from(plan.part_len)?, None)?,
+            part_buffers: BufferPool::new(
+                plan.part_buffers,
+                usize::try_from(plan.part_len)?,
+                None,
+            )?,
             parallelism: usize::try_from(self.args.parallelism)?,
             meter: Meter::new(),
         };
         let saved = timed("out", self.len(), || {
             let saved = save(vec![lane], resources)?;
             for lane in &saved.lanes {
-                runtime.block_on(store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, lane.crc64.value()))?;
+                runtime.block_on(store.complete_upload(
+                    &lane.key,
+                    &lane.upload,
+                    &lane.parts,
+                    lane.len,
+                    lane.crc64.value(),
+                ))?;
             }
             Ok(saved)
         })?;
         let stored: u64 = saved.lanes.iter().map(|lane| lane.len).sum();
-        println!("  stored {}, {:.1} % of raw", ByteSize(stored).display().iec(), percent(stored, self.len()));
+        println!(
+            "  stored {}, {:.1} % of raw",
+            ByteSize(stored).display().iec(),
+            percent(stored, self.len())
+        );
         print_stages(&saved.stages, saved.slowest_stage.as_deref());
         Ok((saved, plan.chunk_len))
     }
 
     /// Store → frames → ring → GPU.
-    fn back(&self, runtime: &tokio::runtime::Runtime, store: &Arc<dyn Store>, saved: Saved, chunk_len: u64) -> Result<(), Failure> {
+    fn back(
+        &self,
+        runtime: &tokio::runtime::Runtime,
+        store: &Arc<dyn Store>,
+        saved: Saved,
+        chunk_len: u64,
+    ) -> Result<(), Failure> {
         let lane = saved.lanes.into_iter().next().ok_or("one lane was saved")?;
         let settings = LoadSettings {
             memory_budget: self.args.memory_budget.as_u64(),
@@ -154,7 +210,11 @@ impl Run {
             threads: self.threads,
             parallelism: self.args.parallelism,
         };
-        let shape = plan::LoadLane { raw_len: self.len(), chunk_len, frame_len_max: lane.table.frame_len_max() };
+        let shape = plan::LoadLane {
+            raw_len: self.len(),
+            chunk_len,
+            frame_len_max: lane.table.frame_len_max(),
+        };
         let plan = plan_load(&[shape], &settings)?;
         let lanes = [LoadLane {
             key: lane.key,
@@ -162,21 +222,40 @@ impl Run {
             frames: lane.table.entries().collect(),
             raw_len: self.len(),
             chunk_len,
-            ring: BufferPool::new(plan.ring_chunks, usize::try_from(chunk_len)?, Some(&self.driver))?,
+            ring: BufferPool::new(
+                plan.ring_chunks,
+                usize::try_from(chunk_len)?,
+                Some(&self.driver),
+            )?,
             meter: LaneMeter::new("GPU", self.len()),
         }];
         let resources = LoadResources {
             store: Arc::clone(store),
             runtime: runtime.handle().clone(),
-            decoders: (0..plan.threads).map(|_| Decoder::new()).collect::<Result<_, _>>()?,
-            fetch_buffers: BufferPool::new(plan.fetch_buffers, usize::try_from(plan.fetch_len_max)?, None)?,
+            decoders: (0..plan.threads)
+                .map(|_| Decoder::new())
+                .collect::<Result<_, _>>()?,
+            fetch_buffers: BufferPool::new(
+                plan.fetch_buffers,
+                usize::try_from(plan.fetch_len_max)?,
+                None,
+            )?,
             meter: Meter::new(),
             cancel: CancellationToken::new(),
         };
         let extent = self.memory.extent();
-        let queues = vec![CopyQueue::prepare(&self.driver, self.args.gpu, plan.ring_chunks)?];
-        let destination = Destination::Gpus { queues, begin: Box::new(move || Ok(vec![extent])) };
-        let loaded = timed("back", self.len(), || Ok(load(&lanes, resources, destination)?))?;
+        let queues = vec![CopyQueue::prepare(
+            &self.driver,
+            self.args.gpu,
+            plan.ring_chunks,
+        )?];
+        let destination = Destination::Gpus {
+            queues,
+            begin: Box::new(move || Ok(vec![extent])),
+        };
+        let loaded = timed("back", self.len(), || {
+            Ok(load(&lanes, resources, destination)?)
+        })?;
         print_stages(&loaded.stages, loaded.slowest_stage.as_deref());
         Ok(())
     }
@@ -185,8 +264,14 @@ impl Run {
     fn each_stripe(&self, what: Stripe) -> Result<(), Failure> {
         let workers = u64::from(self.threads.min(8));
         std::thread::scope(|scope| {
-            let running: Vec<_> = (0..workers).map(|worker| scope.spawn(move || self.stripes_of(what, worker, workers))).collect();
-            running.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            let running: Vec<_> = (0..workers)
+                .map(|worker| scope.spawn(move || self.stripes_of(what, worker, workers)))
+                .collect();
+            running.into_iter().try_for_each(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
         })
     }
 
@@ -227,7 +312,9 @@ impl Run {
 fn tensor_like(seed: u64, out: &mut [u8]) {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;
     for pair in out.chunks_mut(2) {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         let bytes = (state >> 16).to_le_bytes();
         // Sum of four uniform bytes, centred: close to normal.
         let sum: i16 = bytes[..4].iter().map(|&byte| i16::from(byte)).sum();
@@ -238,7 +325,10 @@ fn tensor_like(seed: u64, out: &mut [u8]) {
 }
 
 async fn connect(args: &Args) -> Result<Arc<dyn Store>, Failure> {
-    let location = args.store.strip_prefix("s3://").ok_or("--store must be s3://bucket/prefix")?;
+    let location = args
+        .store
+        .strip_prefix("s3://")
+        .ok_or("--store must be s3://bucket/prefix")?;
     let (bucket, prefix) = location.split_once('/').unwrap_or((location, ""));
     let config = StoreConfig {
         bucket: bucket.to_owned(),
@@ -257,14 +347,27 @@ async fn connect(args: &Args) -> Result<Arc<dyn Store>, Failure> {
     };
     let inner = Arc::new(S3Store::connect(&config).await?);
     let policy = RetryPolicy::new(config.retry_timeout);
-    Ok(Arc::new(Retrying::new(inner, policy, CancellationToken::new(), Meter::new())))
+    Ok(Arc::new(Retrying::new(
+        inner,
+        policy,
+        CancellationToken::new(),
+        Meter::new(),
+    )))
 }
 
-fn timed<T>(step: &str, bytes: u64, work: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+fn timed<T>(
+    step: &str,
+    bytes: u64,
+    work: impl FnOnce() -> Result<T, Failure>,
+) -> Result<T, Failure> {
     let started = Instant::now();
     let done = work()?;
     let seconds = started.elapsed().as_secs_f64();
-    println!("{step}: {} in {seconds:.2} s, {:.2} GB/s", ByteSize(bytes).display().iec(), rate(bytes, seconds));
+    println!(
+        "{step}: {} in {seconds:.2} s, {:.2} GB/s",
+        ByteSize(bytes).display().iec(),
+        rate(bytes, seconds)
+    );
     Ok(done)
 }
 

@@ -24,14 +24,15 @@ use futures::future::join_all;
 
 use crate::codec::Encoder;
 use crate::driver::{
-    BufferPool, CheckpointedProcess, CheckpointingProcess, CopyQueue, Device, Driver, DriverError, LockedProcess, ProcessState,
-    RunningProcess,
+    BufferPool, CheckpointedProcess, CheckpointingProcess, CopyQueue, Device, Driver, DriverError,
+    LockedProcess, ProcessState, RunningProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::Image;
 use crate::job_log::{self, CommitError, ImageEntry, JobLog};
 use crate::manifest::{
-    AttemptClaim, Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host, ImageKind, Manifest, ObjectRecord, ProcessRecord,
+    AttemptClaim, Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host,
+    ImageKind, Manifest, ObjectRecord, ProcessRecord,
 };
 use crate::outcome::{Outcome, StageOutcome};
 use crate::phases::PhaseClock;
@@ -73,9 +74,18 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
     };
     let free_again = match then {
         Then::Suspend => committed.suspended_at,
-        Then::Resume => resume(session, &mut clock, &driver, &target, suspended, &committed.image)?,
+        Then::Resume => resume(
+            session,
+            &mut clock,
+            &driver,
+            &target,
+            suspended,
+            &committed.image,
+        )?,
     };
-    Ok(report(clock, session, &driver, &target, committed, free_again))
+    Ok(report(
+        clock, session, &driver, &target, committed, free_again,
+    ))
 }
 
 /// A committed image, and how it came about.
@@ -107,9 +117,14 @@ fn save(
     let begun = begin(driver, target, locked)?;
 
     clock.enter(Phase::Stream);
-    let lost = |phase: Phase, cause: Box<dyn Error + Send + Sync>| lost(driver, target, phase, cause);
+    let lost =
+        |phase: Phase, cause: Box<dyn Error + Send + Sync>| lost(driver, target, phase, cause);
     let (lanes, resources) = memory.into_pipeline(session, &begun, attempt);
-    let Saved { lanes, stages, slowest_stage } = pipeline::save(lanes, resources).map_err(|error| lost(Phase::Stream, error.into()))?;
+    let Saved {
+        lanes,
+        stages,
+        slowest_stage,
+    } = pipeline::save(lanes, resources).map_err(|error| lost(Phase::Stream, error.into()))?;
 
     clock.enter(Phase::Land);
     land(session, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
@@ -119,14 +134,18 @@ fn save(
     }
 
     clock.enter(Phase::Commit);
-    expect_still(driver, target, ProcessState::Checkpointing).map_err(|error| lost(Phase::Commit, error.into()))?;
+    expect_still(driver, target, ProcessState::Checkpointing)
+        .map_err(|error| lost(Phase::Commit, error.into()))?;
     let image = commit(session, driver, target, attempt, lanes).map_err(|error| {
         let code = match error {
             CommitFailed::Log(CommitError::Fenced { .. }) => ExitCode::Fenced,
             CommitFailed::Log(CommitError::Unreachable { .. }) => ExitCode::CommitUnknown,
             _ => ExitCode::Lost,
         };
-        Failure { code, ..lost(Phase::Commit, error.into()) }
+        Failure {
+            code,
+            ..lost(Phase::Commit, error.into())
+        }
     })?;
 
     clock.enter(Phase::Complete);
@@ -134,13 +153,25 @@ fn save(
         code: ExitCode::CommittedTargetAstray,
         ..lost(Phase::Complete, error.into())
     })?;
-    let committed = Committed { image, stages, slowest_stage, locked_at, suspended_at: Instant::now(), memory_planned };
+    let committed = Committed {
+        image,
+        stages,
+        slowest_stage,
+        locked_at,
+        suspended_at: Instant::now(),
+        memory_planned,
+    };
     Ok((committed, suspended))
 }
 
 /// The driver, the target's identity, and the target itself, running.
-fn take_in_hand(session: &Session, pid: u32) -> Result<(Arc<Driver>, Target, RunningProcess), Failure> {
-    let refused = |code: ExitCode, cause: Box<dyn Error + Send + Sync>| Failure::new(code, Phase::Prepare, cause);
+fn take_in_hand(
+    session: &Session,
+    pid: u32,
+) -> Result<(Arc<Driver>, Target, RunningProcess), Failure> {
+    let refused = |code: ExitCode, cause: Box<dyn Error + Send + Sync>| {
+        Failure::new(code, Phase::Prepare, cause)
+    };
     let target = Target::look(pid).map_err(|error| {
         let code = match error {
             TargetError::Gone { .. } => ExitCode::NothingToSave,
@@ -150,36 +181,50 @@ fn take_in_hand(session: &Session, pid: u32) -> Result<(Arc<Driver>, Target, Run
         refused(code, error.into())
     })?;
     let driver = Driver::open().map_err(|error| refused(ExitCode::Preflight, error.into()))?;
-    driver.require_custom_storage().map_err(|error| refused(ExitCode::Preflight, error.into()))?;
+    driver
+        .require_custom_storage()
+        .map_err(|error| refused(ExitCode::Preflight, error.into()))?;
     if target.is_stopped() {
         return Err(refused(ExitCode::Preflight, Box::new(Stopped { pid })));
     }
     let running = RunningProcess::attach(&driver, pid).map_err(|error| {
         let code = match &error {
-            DriverError::WrongState { found: ProcessState::Checkpointed, .. } if suspended_under_an_image(session, &target) => {
-                ExitCode::NothingToSave
-            }
-            DriverError::WrongState { found: ProcessState::Failed, .. } => ExitCode::Preflight,
+            DriverError::WrongState {
+                found: ProcessState::Checkpointed,
+                ..
+            } if suspended_under_an_image(session, &target) => ExitCode::NothingToSave,
+            DriverError::WrongState {
+                found: ProcessState::Failed,
+                ..
+            } => ExitCode::Preflight,
             DriverError::WrongState { .. } => ExitCode::NotOurs,
             _ => ExitCode::Preflight,
         };
         refused(code, error.into())
     })?;
     // The mapping will live in these contexts; each takes time and GPU memory, so not before the target is known to be one.
-    driver.retain_contexts().map_err(|error| refused(ExitCode::Preflight, error.into()))?;
+    driver
+        .retain_contexts()
+        .map_err(|error| refused(ExitCode::Preflight, error.into()))?;
     Ok((driver, target, running))
 }
 
 /// A stopped process cannot answer the lock.
 #[derive(Debug, thiserror::Error)]
-#[error("process {pid} is stopped, so the driver cannot lock it; continue it first (kill -CONT {pid}), or thaw its cgroup")]
+#[error(
+    "process {pid} is stopped, so the driver cannot lock it; continue it first (kill -CONT {pid}), or thaw its cgroup"
+)]
 struct Stopped {
     pid: u32,
 }
 
 /// Whether the job's newest image was made of this very process.
 fn suspended_under_an_image(session: &Session, target: &Target) -> bool {
-    let newest = session.wait(Image::open(&*session.store, &session.config.job, crate::image::ImageRef::Latest));
+    let newest = session.wait(Image::open(
+        &*session.store,
+        &session.config.job,
+        crate::image::ImageRef::Latest,
+    ));
     newest.is_ok_and(|(image, _skipped)| restore::is_saved_process(&image.manifest, target))
 }
 
@@ -202,11 +247,20 @@ impl Attempt {
     /// Plans, claims a prefix, reads the log, opens the uploads. On failure nothing of it stays but the claim.
     fn open(session: &Session, driver: &Driver, target: &Target) -> Result<Self, Failure> {
         let plan = plan(session, driver)?;
-        let mut attempt = Self { nonce: nonce(), next_slot: 0, plan, uploads: Vec::new() };
+        let mut attempt = Self {
+            nonce: nonce(),
+            next_slot: 0,
+            plan,
+            uploads: Vec::new(),
+        };
         match session.wait(attempt.claim(session, driver, target)) {
             Ok(()) => Ok(attempt),
             Err(cause) => {
-                let code = if session.cancel.is_cancelled() { ExitCode::RolledBack } else { cause.code() };
+                let code = if session.cancel.is_cancelled() {
+                    ExitCode::RolledBack
+                } else {
+                    cause.code()
+                };
                 let mut failure = Failure::new(code, Phase::Prepare, cause);
                 failure.targets = vec![look(driver, target)];
                 failure.attached = attempt.abort_uploads(session, &[]);
@@ -215,7 +269,12 @@ impl Attempt {
         }
     }
 
-    async fn claim(&mut self, session: &Session, driver: &Driver, target: &Target) -> Result<(), OpenError> {
+    async fn claim(
+        &mut self,
+        session: &Session,
+        driver: &Driver,
+        target: &Target,
+    ) -> Result<(), OpenError> {
         let job = &session.config.job;
         let claim = AttemptClaim {
             format: FORMAT,
@@ -226,19 +285,41 @@ impl Attempt {
             pid: std::process::id(),
             created_ms: now_ms(),
         };
-        let key = Key::of_job(job, &crate::manifest::claim_key(&self.nonce)).map_err(OpenError::Key)?;
-        if session.store.put_if_absent(&key, claim.encode().into()).await? == PutOutcome::AlreadyExists {
-            return Err(OpenError::Claimed { key: key.to_string() });
+        let key =
+            Key::of_job(job, &crate::manifest::claim_key(&self.nonce)).map_err(OpenError::Key)?;
+        if session
+            .store
+            .put_if_absent(&key, claim.encode().into())
+            .await?
+            == PutOutcome::AlreadyExists
+        {
+            return Err(OpenError::Claimed {
+                key: key.to_string(),
+            });
         }
-        self.next_slot = JobLog::read(&*session.store, job).await.map_err(OpenError::Log)?.next_slot();
+        self.next_slot = JobLog::read(&*session.store, job)
+            .await
+            .map_err(OpenError::Log)?
+            .next_slot();
 
         let nonce = self.nonce.as_str();
-        let opened = join_all(driver.devices().iter().enumerate().map(|(device, gpu)| async move {
-            let relative = format!("data/{nonce}/{}/gpu-{}.{}.zst", target.pid, bare_uuid(gpu), short_nonce());
-            let key = Key::of_job(job, &relative).map_err(OpenError::Key)?;
-            let upload = session.store.begin_upload(&key).await?;
-            Ok::<_, OpenError>(OpenUpload { device, key, upload })
-        }));
+        let opened = join_all(driver.devices().iter().enumerate().map(
+            |(device, gpu)| async move {
+                let relative = format!(
+                    "data/{nonce}/{}/gpu-{}.{}.zst",
+                    target.pid,
+                    bare_uuid(gpu),
+                    short_nonce()
+                );
+                let key = Key::of_job(job, &relative).map_err(OpenError::Key)?;
+                let upload = session.store.begin_upload(&key).await?;
+                Ok::<_, OpenError>(OpenUpload {
+                    device,
+                    key,
+                    upload,
+                })
+            },
+        ));
         let mut failed = None;
         let opened = opened.await;
         for outcome in opened {
@@ -252,15 +333,29 @@ impl Attempt {
 
     /// Aborts every upload whose object did not land; says which could not be aborted.
     fn abort_uploads(&self, session: &Session, landed: &[SavedLane]) -> Vec<String> {
-        let unused = self.uploads.iter().filter(|open| landed.iter().all(|lane| lane.key != open.key));
+        let unused = self
+            .uploads
+            .iter()
+            .filter(|open| landed.iter().all(|lane| lane.key != open.key));
         let aborts = unused.map(|open| async move {
-            let aborted = session.store_after_begin.abort_upload(&open.key, &open.upload).await;
-            aborted.err().map(|error| format!("an unfinished upload stays in the store: {}", chain(&error)))
+            let aborted = session
+                .store_after_begin
+                .abort_upload(&open.key, &open.upload)
+                .await;
+            aborted.err().map(|error| {
+                format!(
+                    "an unfinished upload stays in the store: {}",
+                    crate::error::chain(&error).join(": ")
+                )
+            })
         });
-        let all = session.wait(async { tokio::time::timeout(ABORT_TIMEOUT, join_all(aborts)).await });
+        let all =
+            session.wait(async { tokio::time::timeout(ABORT_TIMEOUT, join_all(aborts)).await });
         match all {
             Ok(outcomes) => outcomes.into_iter().flatten().collect(),
-            Err(_elapsed) => vec![format!("unfinished uploads stay in the store: they could not be aborted within {ABORT_TIMEOUT:?}")],
+            Err(_elapsed) => vec![format!(
+                "unfinished uploads stay in the store: they could not be aborted within {ABORT_TIMEOUT:?}"
+            )],
         }
     }
 }
@@ -300,8 +395,13 @@ fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failure> {
         parallelism: session.config.store.parallelism,
         context_bytes: session.config.compression.level.context_bytes(),
     };
-    let gpu_memory: Vec<u64> = driver.devices().iter().map(|device| device.memory_len).collect();
-    plan_save(&gpu_memory, &settings).map_err(|error| Failure::new(restore::plan_code(&error), Phase::Prepare, error))
+    let gpu_memory: Vec<u64> = driver
+        .devices()
+        .iter()
+        .map(|device| device.memory_len)
+        .collect();
+    plan_save(&gpu_memory, &settings)
+        .map_err(|error| Failure::new(restore::plan_code(&error), Phase::Prepare, error))
 }
 
 /// Every byte that the pipeline will need, in hand before the target is locked.
@@ -317,18 +417,30 @@ struct Memory {
 impl Memory {
     fn allocate(session: &Session, driver: &Arc<Driver>, plan: SavePlan) -> Result<Self, Failure> {
         Self::try_allocate(session, driver, plan).map_err(|cause| {
-            let code = if cause.is::<Interrupted>() { ExitCode::RolledBack } else { ExitCode::Preflight };
+            let code = if cause.is::<Interrupted>() {
+                ExitCode::RolledBack
+            } else {
+                ExitCode::Preflight
+            };
             Failure::new(code, Phase::Prepare, cause)
         })
     }
 
-    fn try_allocate(session: &Session, driver: &Arc<Driver>, plan: SavePlan) -> Result<Self, Box<dyn Error + Send + Sync>> {
+    fn try_allocate(
+        session: &Session,
+        driver: &Arc<Driver>,
+        plan: SavePlan,
+    ) -> Result<Self, Box<dyn Error + Send + Sync>> {
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut rings = Vec::new();
         let mut queues = Vec::new();
         for device in 0..driver.devices().len() {
             session.check_cancelled()?;
-            rings.push(BufferPool::new(plan.ring_chunks, len(plan.chunk_len), Some(driver))?);
+            rings.push(BufferPool::new(
+                plan.ring_chunks,
+                len(plan.chunk_len),
+                Some(driver),
+            )?);
             queues.push(CopyQueue::prepare(driver, device, plan.ring_chunks)?);
         }
         let mut encoders = Vec::new();
@@ -339,23 +451,48 @@ impl Memory {
         }
         let frame_buffers = BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?;
         let part_buffers = BufferPool::new(plan.part_buffers, len(plan.part_len), None)?;
-        Ok(Self { plan, rings, queues, encoders, frame_buffers, part_buffers })
+        Ok(Self {
+            plan,
+            rings,
+            queues,
+            encoders,
+            frame_buffers,
+            part_buffers,
+        })
     }
 
     /// Deals the buffers out to the GPUs that hold data.
-    fn into_pipeline(self, session: &Session, begun: &CheckpointingProcess, attempt: &Attempt) -> (Vec<SaveLane>, SaveResources) {
-        let mut per_device: Vec<Option<(BufferPool, CopyQueue)>> = self.rings.into_iter().zip(self.queues).map(Some).collect();
+    fn into_pipeline(
+        self,
+        session: &Session,
+        begun: &CheckpointingProcess,
+        attempt: &Attempt,
+    ) -> (Vec<SaveLane>, SaveResources) {
+        let mut per_device: Vec<Option<(BufferPool, CopyQueue)>> =
+            self.rings.into_iter().zip(self.queues).map(Some).collect();
         let mut lanes = Vec::new();
         for extent in begun.extents() {
             let taken = per_device.get_mut(extent.device).and_then(Option::take);
-            let open = attempt.uploads.iter().find(|open| open.device == extent.device);
+            let open = attempt
+                .uploads
+                .iter()
+                .find(|open| open.device == extent.device);
             let (Some((ring, queue)), Some(open)) = (taken, open) else {
                 unreachable!("the driver layer gives at most one extent for each of its devices");
             };
             let meter = LaneMeter::new(format!("GPU {}", extent.device), extent.len);
-            lanes.push(SaveLane { queue, extent: *extent, ring, key: open.key.clone(), upload: open.upload.clone(), meter });
+            lanes.push(SaveLane {
+                queue,
+                extent: *extent,
+                ring,
+                key: open.key.clone(),
+                upload: open.upload.clone(),
+                meter,
+            });
         }
-        session.meter.announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
+        session
+            .meter
+            .announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
         let resources = SaveResources {
             store: Arc::clone(&session.store_after_begin),
             runtime: session.runtime.clone(),
@@ -370,10 +507,20 @@ impl Memory {
     }
 }
 
-fn lock(session: &Session, driver: &Driver, target: &Target, running: RunningProcess) -> Result<LockedProcess, Failure> {
-    let rolled_back = |cause: Box<dyn Error + Send + Sync>| not_begun(driver, target, Phase::Lock, cause);
-    session.check_cancelled().map_err(|error| rolled_back(error.into()))?;
-    let locked = running.lock(session.config.driver.lock_timeout).map_err(|error| rolled_back(error.into()))?;
+fn lock(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    running: RunningProcess,
+) -> Result<LockedProcess, Failure> {
+    let rolled_back =
+        |cause: Box<dyn Error + Send + Sync>| not_begun(driver, target, Phase::Lock, cause);
+    session
+        .check_cancelled()
+        .map_err(|error| rolled_back(error.into()))?;
+    let locked = running
+        .lock(session.config.driver.lock_timeout)
+        .map_err(|error| rolled_back(error.into()))?;
     // The last moment at which a signal can be obeyed.
     if let Err(interrupted) = session.check_cancelled() {
         drop(locked);
@@ -382,7 +529,11 @@ fn lock(session: &Session, driver: &Driver, target: &Target, running: RunningPro
     Ok(locked)
 }
 
-fn begin(driver: &Driver, target: &Target, locked: LockedProcess) -> Result<CheckpointingProcess, Failure> {
+fn begin(
+    driver: &Driver,
+    target: &Target,
+    locked: LockedProcess,
+) -> Result<CheckpointingProcess, Failure> {
     locked.begin_checkpoint().map_err(|mut error| {
         // Dropping it unlocks; then it is looked at.
         let was_locked = error.locked.take().is_some();
@@ -395,7 +546,12 @@ fn begin(driver: &Driver, target: &Target, locked: LockedProcess) -> Result<Chec
 }
 
 /// A failure before BEGIN. The code claims RUNNING only if that was looked up.
-fn not_begun(driver: &Driver, target: &Target, phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
+fn not_begun(
+    driver: &Driver,
+    target: &Target,
+    phase: Phase,
+    cause: Box<dyn Error + Send + Sync>,
+) -> Failure {
     let found = look(driver, target);
     let code = match found.state.as_str() {
         "running" => ExitCode::RolledBack,
@@ -408,7 +564,12 @@ fn not_begun(driver: &Driver, target: &Target, phase: Phase, cause: Box<dyn Erro
 }
 
 /// A failure after BEGIN: there is no way back, and nothing is preserved.
-fn lost(driver: &Driver, target: &Target, phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
+fn lost(
+    driver: &Driver,
+    target: &Target,
+    phase: Phase,
+    cause: Box<dyn Error + Send + Sync>,
+) -> Failure {
     let mut failure = Failure::new(ExitCode::Lost, phase, cause);
     failure.targets = vec![look(driver, target)];
     failure
@@ -417,11 +578,16 @@ fn lost(driver: &Driver, target: &Target, phase: Phase, cause: Box<dyn Error + S
 /// The target's state as it is now, in the words of the JSON result.
 pub(crate) fn look(driver: &Driver, target: &Target) -> TargetState {
     let state = if target.is_alive() {
-        driver.state(target.pid).map_or_else(|_error| "unknown".to_owned(), |state| state.to_string())
+        driver
+            .state(target.pid)
+            .map_or_else(|_error| "unknown".to_owned(), |state| state.to_string())
     } else {
         "gone".to_owned()
     };
-    TargetState { pid: target.pid, state }
+    TargetState {
+        pid: target.pid,
+        state,
+    }
 }
 
 /// What was copied counts only if the target lived and stood still all the while.
@@ -431,8 +597,15 @@ fn expect_still(driver: &Driver, target: &Target, needed: ProcessState) -> Resul
     }
     match driver.state(target.pid) {
         Ok(found) if found == needed => Ok(()),
-        Ok(found) => Err(VoidError::State { pid: target.pid, found, needed }),
-        Err(source) => Err(VoidError::Look { pid: target.pid, source }),
+        Ok(found) => Err(VoidError::State {
+            pid: target.pid,
+            found,
+            needed,
+        }),
+        Err(source) => Err(VoidError::Look {
+            pid: target.pid,
+            source,
+        }),
     }
 }
 
@@ -442,7 +615,11 @@ enum VoidError {
     #[error("process {pid} died while its memory was copied; the copy is void")]
     Died { pid: u32 },
     #[error("process {pid} is {found} and not {needed}; the copy is void")]
-    State { pid: u32, found: ProcessState, needed: ProcessState },
+    State {
+        pid: u32,
+        found: ProcessState,
+        needed: ProcessState,
+    },
     #[error("the state of process {pid} cannot be looked up; the copy is void")]
     Look {
         pid: u32,
@@ -455,22 +632,42 @@ enum VoidError {
 fn land(session: &Session, lanes: &[SavedLane]) -> Result<(), StoreError> {
     let store = &*session.store_after_begin;
     let landing = lanes.iter().map(|lane| async move {
-        store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, lane.crc64.value()).await?;
+        store
+            .complete_upload(
+                &lane.key,
+                &lane.upload,
+                &lane.parts,
+                lane.len,
+                lane.crc64.value(),
+            )
+            .await?;
         look_at_object(store, lane).await
     });
-    session.wait(futures::future::try_join_all(landing)).map(drop)
+    session
+        .wait(futures::future::try_join_all(landing))
+        .map(drop)
 }
 
 async fn look_at_object(store: &dyn Store, lane: &SavedLane) -> Result<(), StoreError> {
-    let mismatch = |what: String| StoreError::Mismatch { operation: "HeadObject", key: lane.key.to_string(), what };
-    let info = store.head(&lane.key).await?.ok_or_else(|| mismatch("the object is not there after its upload was completed".to_owned()))?;
+    let mismatch = |what: String| StoreError::Mismatch {
+        operation: "HeadObject",
+        key: lane.key.to_string(),
+        what,
+    };
+    let info = store.head(&lane.key).await?.ok_or_else(|| {
+        mismatch("the object is not there after its upload was completed".to_owned())
+    })?;
     if info.len != lane.len {
-        return Err(mismatch(format!("the object has {} bytes, not {}", info.len, lane.len)));
+        return Err(mismatch(format!(
+            "the object has {} bytes, not {}",
+            info.len, lane.len
+        )));
     }
     match info.crc64 {
-        Some(found) if found != lane.crc64.value() => {
-            Err(mismatch(format!("the object has CRC64NVME {found:016x}, not {:016x}", lane.crc64.value())))
-        }
+        Some(found) if found != lane.crc64.value() => Err(mismatch(format!(
+            "the object has CRC64NVME {found:016x}, not {:016x}",
+            lane.crc64.value()
+        ))),
         _ => Ok(()),
     }
 }
@@ -491,15 +688,27 @@ enum CommitFailed {
 }
 
 /// Frame tables, then the manifest, then the one entry that makes the image.
-fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt, lanes: Vec<SavedLane>) -> Result<Image, CommitFailed> {
+fn commit(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    attempt: &Attempt,
+    lanes: Vec<SavedLane>,
+) -> Result<Image, CommitFailed> {
     let job = &session.config.job;
     let store = &*session.store_after_begin;
     let mut tables = Vec::with_capacity(lanes.len());
     let mut extents = Vec::with_capacity(lanes.len());
     let mut to_put = Vec::with_capacity(lanes.len() + 1);
     for lane in lanes {
-        let device = attempt.uploads.iter().find(|open| open.key == lane.key).map(|open| &driver.devices()[open.device]);
-        let Some(device) = device else { unreachable!("every lane was made from an open upload") };
+        let device = attempt
+            .uploads
+            .iter()
+            .find(|open| open.key == lane.key)
+            .map(|open| &driver.devices()[open.device]);
+        let Some(device) = device else {
+            unreachable!("every lane was made from an open upload")
+        };
         let object_key = relative_key(job, &lane.key);
         let table_key = format!("{}.frames.json", object_key.trim_end_matches(".zst"));
         let encoded = lane.table.encode();
@@ -507,7 +716,11 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
             device: device.uuid.to_string(),
             raw_len: lane.table.raw_len,
             chunk_len: lane.table.chunk_len,
-            object: ObjectRecord { key: object_key, len: lane.len, crc64: lane.crc64 },
+            object: ObjectRecord {
+                key: object_key,
+                len: lane.len,
+                crc64: lane.crc64,
+            },
             table: FrameTable::record(&encoded, table_key.clone()),
         });
         to_put.push((Key::of_job(job, &table_key)?, encoded));
@@ -523,7 +736,9 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
     let (raw_len, stored_len) = (manifest.raw_len(), manifest.stored_len());
 
     session.wait(async {
-        let puts = to_put.into_iter().map(|(key, bytes)| put_new(store, key, bytes));
+        let puts = to_put
+            .into_iter()
+            .map(|(key, bytes)| put_new(store, key, bytes));
         futures::future::try_join_all(puts).await?;
         put_new(store, Key::of_job(job, &manifest_key)?, encoded).await?;
         let entry = ImageEntry {
@@ -538,19 +753,35 @@ fn commit(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt
             created_ms: manifest.created_ms,
             tool: tool(),
         };
-        let generation = job_log::append_image(store, job, attempt.next_slot, &entry).await.map_err(CommitFailed::Log)?;
-        Ok(Image { generation, attempt: attempt.nonce.clone(), manifest_digest, manifest, tables: vec![tables] })
+        let generation = job_log::append_image(store, job, attempt.next_slot, &entry)
+            .await
+            .map_err(CommitFailed::Log)?;
+        Ok(Image {
+            generation,
+            attempt: attempt.nonce.clone(),
+            manifest_digest,
+            manifest,
+            tables: vec![tables],
+        })
     })
 }
 
 async fn put_new(store: &dyn Store, key: Key, bytes: Vec<u8>) -> Result<(), CommitFailed> {
     match store.put_if_absent(&key, bytes.into()).await? {
         PutOutcome::Created => Ok(()),
-        PutOutcome::AlreadyExists => Err(CommitFailed::Taken { key: key.to_string() }),
+        PutOutcome::AlreadyExists => Err(CommitFailed::Taken {
+            key: key.to_string(),
+        }),
     }
 }
 
-fn manifest(session: &Session, driver: &Driver, target: &Target, attempt: &Attempt, extents: Vec<ExtentRecord>) -> Manifest {
+fn manifest(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    attempt: &Attempt,
+    extents: Vec<ExtentRecord>,
+) -> Manifest {
     Manifest {
         format: FORMAT,
         features: Vec::new(),
@@ -564,7 +795,10 @@ fn manifest(session: &Session, driver: &Driver, target: &Target, attempt: &Attem
             driver_version: driver.driver_version().map(str::to_owned),
             driver_api: driver.api_version(),
         },
-        host: Host { name: host_name(), boot_id: target.boot_id.clone() },
+        host: Host {
+            name: host_name(),
+            boot_id: target.boot_id.clone(),
+        },
         processes: vec![ProcessRecord {
             pid: target.pid,
             start_time: target.start_time,
@@ -596,10 +830,14 @@ fn resume(
     suspended: CheckpointedProcess,
     image: &Image,
 ) -> Result<Instant, Failure> {
-    let astray = |failure: Failure| Failure { code: ExitCode::CommittedTargetAstray, ..failure };
+    let astray = |failure: Failure| Failure {
+        code: ExitCode::CommittedTargetAstray,
+        ..failure
+    };
     let mut surroundings = session.clone();
     surroundings.store = Arc::clone(&session.store_after_begin);
-    restore::bring_back(&surroundings, clock, driver, target, suspended, image, &[]).map_err(astray)?;
+    restore::bring_back(&surroundings, clock, driver, target, suspended, image, &[])
+        .map_err(astray)?;
     Ok(Instant::now())
 }
 
@@ -616,17 +854,30 @@ fn report(
         stages: saved.stages,
         slowest_stage: saved.slowest_stage,
         memory_planned: saved.memory_planned,
-        ..restore::outcome_of(session, &saved.image, vec![look(driver, target)], clock.finish())
+        ..restore::outcome_of(
+            session,
+            &saved.image,
+            vec![look(driver, target)],
+            clock.finish(),
+        )
     }
 }
 
 /// The key as the manifest has it: relative to the job.
 fn relative_key(job: &crate::config::JobName, key: &Key) -> String {
-    key.as_str().strip_prefix(job.as_str()).unwrap_or(key.as_str()).trim_start_matches('/').to_owned()
+    key.as_str()
+        .strip_prefix(job.as_str())
+        .unwrap_or(key.as_str())
+        .trim_start_matches('/')
+        .to_owned()
 }
 
 fn bare_uuid(device: &Device) -> String {
-    device.uuid.to_string().trim_start_matches("GPU-").to_owned()
+    device
+        .uuid
+        .to_string()
+        .trim_start_matches("GPU-")
+        .to_owned()
 }
 
 /// 128 random bits: the name of an attempt.
@@ -644,7 +895,9 @@ fn random_hex<const LEN: usize>() -> String {
     let mut filled = 0;
     while filled < LEN {
         // The kernel's pool is there from early boot on, and a request of this size is never cut short but by a signal.
-        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
+        filled +=
+            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
+                .unwrap_or(0);
     }
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -654,21 +907,16 @@ fn tool() -> String {
 }
 
 fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
 }
 
 fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
-}
-
-/// An error and its sources in one line, for what is attached to a failure.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        text.push_str(": ");
-        text.push_str(&source.to_string());
-        next = source.source();
-    }
-    text
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| {
+            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+        })
 }

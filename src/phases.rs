@@ -23,7 +23,12 @@ impl PhaseClock {
     pub fn start(meter: &Arc<Meter>, phase: Phase) -> Self {
         meter.enter(phase);
         tracing::debug!(%phase, "phase");
-        Self { meter: Arc::clone(meter), done: Vec::new(), current: phase, since: Instant::now() }
+        Self {
+            meter: Arc::clone(meter),
+            done: Vec::new(),
+            current: phase,
+            since: Instant::now(),
+        }
     }
 
     /// The phase under way.
@@ -50,9 +55,16 @@ impl PhaseClock {
 
     fn record(&mut self, now: Instant) {
         let seconds = now.duration_since(self.since).as_secs_f64();
-        match self.done.iter_mut().find(|entry| entry.phase == self.current) {
+        match self
+            .done
+            .iter_mut()
+            .find(|entry| entry.phase == self.current)
+        {
             Some(entry) => entry.seconds += seconds,
-            None => self.done.push(PhaseSeconds { phase: self.current, seconds }),
+            None => self.done.push(PhaseSeconds {
+                phase: self.current,
+                seconds,
+            }),
         }
     }
 }

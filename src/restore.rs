@@ -21,7 +21,9 @@ use futures::StreamExt;
 use crate::checkpoint::look;
 use crate::codec::Decoder;
 use crate::config::Verify;
-use crate::driver::{BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid};
+use crate::driver::{
+    BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid,
+};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef};
 use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifest, ProcessRecord};
@@ -38,26 +40,47 @@ use crate::target::{Target, TargetError};
 ///
 /// # Errors
 /// A [`Failure`] with the code of PROTOCOL section 6, the target as looked up, and the cause.
-pub fn restore(session: &Session, pid: u32, image: ImageRef, into_fresh: bool) -> Result<Outcome, Failure> {
+pub fn restore(
+    session: &Session,
+    pid: u32,
+    image: ImageRef,
+    into_fresh: bool,
+) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
     let target = Target::look(pid).map_err(|error| {
-        let code = if matches!(error, TargetError::Look { .. }) { ExitCode::RestoreRefused } else { ExitCode::Config };
+        let code = if matches!(error, TargetError::Look { .. }) {
+            ExitCode::RestoreRefused
+        } else {
+            ExitCode::Config
+        };
         Failure::new(code, Phase::Read, error)
     })?;
     let image = open_image(session, image)?;
-    let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh).map_err(|cause| refused(Phase::Read, cause))?;
-    let verify = session.config.restore.verify.unwrap_or_else(|| default_verify(image.manifest.kind, into_fresh));
+    let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh)
+        .map_err(|cause| refused(Phase::Read, cause))?;
+    let verify = session
+        .config
+        .restore
+        .verify
+        .unwrap_or_else(|| default_verify(image.manifest.kind, into_fresh));
     if verify == Verify::All {
         load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error))?;
     }
     let suspended_since = clock.enter(Phase::Restore);
-    let loaded = bring_back(session, &mut clock, &driver, &target, suspended, &image, &pairs)?;
+    let loaded = bring_back(
+        session, &mut clock, &driver, &target, suspended, &image, &pairs,
+    )?;
     Ok(Outcome {
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
         memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
-        ..outcome_of(session, &image, vec![look(&driver, &target)], clock.finish())
+        ..outcome_of(
+            session,
+            &image,
+            vec![look(&driver, &target)],
+            clock.finish(),
+        )
     })
 }
 
@@ -66,16 +89,17 @@ pub fn restore(session: &Session, pid: u32, image: ImageRef, into_fresh: bool) -
 /// # Errors
 /// Exit 6 without an image, 3 when the store cannot be reached, 20 when a byte is not what was saved.
 pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
-    let mut clock = PhaseClock::start(&session.meter, Phase::Read);
+    let clock = PhaseClock::start(&session.meter, Phase::Read);
     let image = open_image(session, image).map_err(reads_only)?;
-    clock.enter(Phase::Stream);
     let loaded = load_nowhere(session, &image).map_err(|error| {
         let code = match &error {
-            LoadFailed::Pipeline(PipelineError::Store(error)) if !error.is_about_the_object() => ExitCode::Preflight,
+            LoadFailed::Pipeline(PipelineError::Store(error)) if !error.is_about_the_object() => {
+                ExitCode::Preflight
+            }
             LoadFailed::Plan(error) => plan_code(error),
             _ => ExitCode::RestoreRefused,
         };
-        Failure::new(code, Phase::Stream, error)
+        Failure::new(code, Phase::Read, error)
     })?;
     Ok(Outcome {
         stages: loaded.stages,
@@ -89,12 +113,18 @@ pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
 ///
 /// # Errors
 /// As [`verify`]; exit 2 when the GPU is none of the image's. What was written before the error is right as far as it goes.
-pub fn cat(session: &Session, image: ImageRef, gpu: Option<GpuUuid>, out: &mut dyn Write) -> Result<Outcome, Failure> {
-    let mut clock = PhaseClock::start(&session.meter, Phase::Read);
+pub fn cat(
+    session: &Session,
+    image: ImageRef,
+    gpu: Option<GpuUuid>,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
+    let clock = PhaseClock::start(&session.meter, Phase::Read);
     let image = open_image(session, image).map_err(reads_only)?;
-    let (extent, table) = choose_extent(&image, gpu).map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
-    clock.enter(Phase::Stream);
-    cat_extent(session, extent, table, out).map_err(|error| Failure::new(ExitCode::RestoreRefused, Phase::Stream, error))?;
+    let (extent, table) = choose_extent(&image, gpu)
+        .map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
+    cat_extent(session, extent, table, out)
+        .map_err(|error| Failure::new(ExitCode::RestoreRefused, Phase::Read, error))?;
     Ok(outcome_of(session, &image, Vec::new(), clock.finish()))
 }
 
@@ -115,9 +145,14 @@ pub(crate) fn bring_back(
         clock.enter(Phase::Restore);
     }
     let plan = load_plan(session, image).map_err(|error| refused(Phase::Restore, error))?;
-    let gpus = destinations(driver, image, pairs).map_err(|error| refused(Phase::Restore, error))?;
-    let lanes = lanes(session, image, &plan, Some(driver)).map_err(|error| refused(Phase::Restore, error))?;
-    let queues = gpus.iter().map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks)).collect::<Result<Vec<_>, _>>();
+    let gpus =
+        destinations(driver, image, pairs).map_err(|error| refused(Phase::Restore, error))?;
+    let lanes = lanes(session, image, &plan, Some(driver))
+        .map_err(|error| refused(Phase::Restore, error))?;
+    let queues = gpus
+        .iter()
+        .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
+        .collect::<Result<Vec<_>, _>>();
     let queues = queues.map_err(|error| refused(Phase::Restore, error))?;
     let resources = resources(session, &plan).map_err(|error| refused(Phase::Restore, error))?;
 
@@ -132,9 +167,19 @@ pub(crate) fn bring_back(
     };
     let loaded = if lanes.is_empty() {
         // No GPU held data: there is nothing to fetch, and the driver still has to be asked.
-        begin().map(|_none: Vec<Extent>| Loaded { stages: Vec::new(), slowest_stage: None })
+        begin().map(|_none: Vec<Extent>| Loaded {
+            stages: Vec::new(),
+            slowest_stage: None,
+        })
     } else {
-        pipeline::load(&lanes, resources, Destination::Gpus { queues, begin: Box::new(begin) })
+        pipeline::load(
+            &lanes,
+            resources,
+            Destination::Gpus {
+                queues,
+                begin: Box::new(begin),
+            },
+        )
     };
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
@@ -151,16 +196,23 @@ pub(crate) fn bring_back(
     };
 
     clock.enter(Phase::Complete);
-    let locked = restoring.complete().map_err(|error| failed(Phase::Complete, error.into()))?;
+    let locked = restoring
+        .complete()
+        .map_err(|error| failed(Phase::Complete, error.into()))?;
     clock.enter(Phase::Unlock);
-    locked.unlock().map_err(|error| failed(Phase::Unlock, error.into()))?;
+    locked
+        .unlock()
+        .map_err(|error| failed(Phase::Unlock, error.into()))?;
     Ok(loaded)
 }
 
 /// Whether the image was made of this very process.
 pub(crate) fn is_saved_process(manifest: &Manifest, target: &Target) -> bool {
     manifest.host.boot_id == target.boot_id
-        && manifest.processes.iter().any(|saved| saved.pid == target.pid && saved.start_time == target.start_time)
+        && manifest
+            .processes
+            .iter()
+            .any(|saved| saved.pid == target.pid && saved.start_time == target.start_time)
 }
 
 /// The exit code of a plan that cannot be: a part size that cannot hold the memory is refused (3), the rest is configuration (2).
@@ -172,7 +224,12 @@ pub(crate) fn plan_code(error: &PlanError) -> ExitCode {
 }
 
 /// What a run over this image tells, before stages and times of its own are filled in.
-pub(crate) fn outcome_of(session: &Session, image: &Image, targets: Vec<TargetState>, seconds: Vec<PhaseSeconds>) -> Outcome {
+pub(crate) fn outcome_of(
+    session: &Session,
+    image: &Image,
+    targets: Vec<TargetState>,
+    seconds: Vec<PhaseSeconds>,
+) -> Outcome {
     let lanes = image.manifest.extents().map(|extent| LaneOutcome {
         device: extent.device.clone(),
         raw: extent.raw_len,
@@ -184,7 +241,10 @@ pub(crate) fn outcome_of(session: &Session, image: &Image, targets: Vec<TargetSt
         image: format!("{:08}", image.generation),
         attempt: image.attempt.clone(),
         targets,
-        bytes: Bytes { raw: image.manifest.raw_len(), stored: image.manifest.stored_len() },
+        bytes: Bytes {
+            raw: image.manifest.raw_len(),
+            stored: image.manifest.stored_len(),
+        },
         seconds,
         seconds_locked: 0.0,
         lanes: lanes.collect(),
@@ -204,7 +264,11 @@ fn refused(phase: Phase, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Fail
 fn open_image(session: &Session, which: ImageRef) -> Result<Image, Failure> {
     let opened = session.wait(Image::open(&*session.store, &session.config.job, which));
     let (image, skipped) = opened.map_err(|error| {
-        let code = if matches!(error, ImageError::NoImage { .. }) { ExitCode::NothingToRestore } else { ExitCode::RestoreRefused };
+        let code = if matches!(error, ImageError::NoImage { .. }) {
+            ExitCode::NothingToRestore
+        } else {
+            ExitCode::RestoreRefused
+        };
         Failure::new(code, Phase::Read, error)
     })?;
     for skip in skipped {
@@ -215,8 +279,18 @@ fn open_image(session: &Session, which: ImageRef) -> Result<Image, Failure> {
 
 /// A command that only reads answers 3, not 20, when the store cannot be reached.
 fn reads_only(failure: Failure) -> Failure {
-    let unreachable = failure.cause.downcast_ref::<ImageError>().is_some_and(|error| matches!(error, ImageError::Unreachable { .. }));
-    if unreachable { Failure { code: ExitCode::Preflight, ..failure } } else { failure }
+    let unreachable = failure
+        .cause
+        .downcast_ref::<ImageError>()
+        .is_some_and(|error| matches!(error, ImageError::Unreachable { .. }));
+    if unreachable {
+        Failure {
+            code: ExitCode::Preflight,
+            ..failure
+        }
+    } else {
+        failure
+    }
 }
 
 /// Where a process cannot be made again, every chunk is verified before the driver is asked.
@@ -241,8 +315,15 @@ enum CheckError {
     Kind { kind: ImageKind },
     #[error("{0}")]
     Gpus(String),
-    #[error("{} has {free} bytes free, and the image needs {needed} there; free GPU memory, or choose another GPU with --gpu-map", uuid)]
-    Memory { uuid: GpuUuid, free: u64, needed: u64 },
+    #[error(
+        "{} has {free} bytes free, and the image needs {needed} there; free GPU memory, or choose another GPU with --gpu-map",
+        uuid
+    )]
+    Memory {
+        uuid: GpuUuid,
+        free: u64,
+        needed: u64,
+    },
 }
 
 type GpuPairs = Vec<(GpuUuid, GpuUuid)>;
@@ -255,24 +336,44 @@ fn check(
     into_fresh: bool,
 ) -> Result<(Arc<Driver>, GpuPairs, CheckpointedProcess), Box<dyn Error + Send + Sync>> {
     if manifest.kind != ImageKind::Gpu {
-        return Err(CheckError::Kind { kind: manifest.kind }.into());
+        return Err(CheckError::Kind {
+            kind: manifest.kind,
+        }
+        .into());
     }
     let [saved] = manifest.processes.as_slice() else {
-        return Err(CheckError::ProcessCount { count: manifest.processes.len() }.into());
+        return Err(CheckError::ProcessCount {
+            count: manifest.processes.len(),
+        }
+        .into());
     };
     if !into_fresh && !is_saved_process(manifest, target) {
-        return Err(CheckError::AnotherProcess { saved_pid: saved.pid, pid: target.pid }.into());
+        return Err(CheckError::AnotherProcess {
+            saved_pid: saved.pid,
+            pid: target.pid,
+        }
+        .into());
     }
     let driver = Driver::open()?;
     driver.require_custom_storage()?;
-    let pairs = map_gpus(&saved.devices, driver.devices(), &session.config.driver.gpu_map, &needs(saved))?;
+    let pairs = map_gpus(
+        &saved.devices,
+        driver.devices(),
+        &session.config.driver.gpu_map,
+        &needs(saved),
+    )?;
     let suspended = CheckpointedProcess::attach(&driver, target.pid)?;
     driver.retain_contexts()?;
     for extent in &saved.extents {
         let device = present_device(&driver, &pairs, &extent.device)?;
         let free = driver.free_memory(device)?;
         if free < extent.raw_len {
-            return Err(CheckError::Memory { uuid: driver.devices()[device].uuid, free, needed: extent.raw_len }.into());
+            return Err(CheckError::Memory {
+                uuid: driver.devices()[device].uuid,
+                free,
+                needed: extent.raw_len,
+            }
+            .into());
         }
     }
     session.check_cancelled()?;
@@ -281,7 +382,11 @@ fn check(
 
 /// Bytes that each stored GPU must take up again.
 fn needs(saved: &ProcessRecord) -> HashMap<String, u64> {
-    saved.extents.iter().map(|extent| (extent.device.clone(), extent.raw_len)).collect()
+    saved
+        .extents
+        .iter()
+        .map(|extent| (extent.device.clone(), extent.raw_len))
+        .collect()
 }
 
 /// Maps every stored GPU to a present one of the same chip: as the user says, else itself, else the lowest PCI id that is left and large enough.
@@ -294,22 +399,39 @@ fn map_gpus(
     let fail = |text: String| CheckError::Gpus(format!("{text}; {}", table(stored, present)));
     let mut stored_uuids = Vec::with_capacity(stored.len());
     for device in stored {
-        stored_uuids.push(device.uuid.parse::<GpuUuid>().map_err(|error| fail(error.to_string()))?);
+        stored_uuids.push(
+            device
+                .uuid
+                .parse::<GpuUuid>()
+                .map_err(|error| fail(error.to_string()))?,
+        );
     }
     for (old, new) in wanted {
         if !stored_uuids.contains(old) {
-            return Err(fail(format!("--gpu-map names {old}, which is no GPU of the image")));
+            return Err(fail(format!(
+                "--gpu-map names {old}, which is no GPU of the image"
+            )));
         }
         if !present.iter().any(|device| device.uuid == *new) {
-            return Err(fail(format!("--gpu-map names {new}, which is no GPU of this node")));
+            return Err(fail(format!(
+                "--gpu-map names {new}, which is no GPU of this node"
+            )));
         }
     }
     let mut pairs: GpuPairs = Vec::with_capacity(stored.len());
     // Users' wishes first, identities next: what is left over must not take their places.
     for (&old, record) in stored_uuids.iter().zip(stored) {
-        let explicit = wanted.iter().find(|(from, _)| *from == old).map(|&(_, new)| new);
-        let identity = present.iter().find(|device| device.uuid == old).map(|device| device.uuid);
-        if let Some(new) = explicit.or(identity.filter(|new| !wanted.iter().any(|(_, taken)| taken == new))) {
+        let explicit = wanted
+            .iter()
+            .find(|(from, _)| *from == old)
+            .map(|&(_, new)| new);
+        let identity = present
+            .iter()
+            .find(|device| device.uuid == old)
+            .map(|device| device.uuid);
+        if let Some(new) =
+            explicit.or(identity.filter(|new| !wanted.iter().any(|(_, taken)| taken == new)))
+        {
             if pairs.iter().any(|&(_, taken)| taken == new) {
                 return Err(fail(format!("two GPUs of the image map to {new}")));
             }
@@ -328,7 +450,9 @@ fn map_gpus(
         }
         let needed = needs.get(&record.uuid).copied().unwrap_or(0);
         let free = by_pci.iter().find(|device| {
-            same_chip(record, device) && device.memory_len >= needed && !pairs.iter().any(|&(_, taken)| taken == device.uuid)
+            same_chip(record, device)
+                && device.memory_len >= needed
+                && !pairs.iter().any(|&(_, taken)| taken == device.uuid)
         });
         let new = free.ok_or_else(|| fail(format!("no GPU of this node is left for {old}")))?;
         pairs.push((old, new.uuid));
@@ -342,14 +466,22 @@ fn same_chip(stored: &DeviceRecord, present: &Device) -> bool {
 }
 
 fn table(stored: &[DeviceRecord], present: &[Device]) -> String {
-    let old = stored.iter().map(|gpu| format!("{} ({}, {})", gpu.uuid, gpu.name, gpu.chip));
-    let new = present.iter().map(|gpu| format!("{} ({}, {}, {})", gpu.uuid, gpu.name, gpu.chip, gpu.pci));
+    let old = stored
+        .iter()
+        .map(|gpu| format!("{} ({}, {})", gpu.uuid, gpu.name, gpu.chip));
+    let new = present
+        .iter()
+        .map(|gpu| format!("{} ({}, {}, {})", gpu.uuid, gpu.name, gpu.chip, gpu.pci));
     format!("the image has {}; this node has {}", list(old), list(new))
 }
 
 fn list(items: impl Iterator<Item = String>) -> String {
     let items: Vec<String> = items.collect();
-    if items.is_empty() { "no GPU".to_owned() } else { items.join(", ") }
+    if items.is_empty() {
+        "no GPU".to_owned()
+    } else {
+        items.join(", ")
+    }
 }
 
 fn is_identity(pairs: &[(GpuUuid, GpuUuid)]) -> bool {
@@ -357,29 +489,65 @@ fn is_identity(pairs: &[(GpuUuid, GpuUuid)]) -> bool {
 }
 
 /// Index of the present GPU that a stored one is mapped to.
-fn present_device(driver: &Driver, pairs: &[(GpuUuid, GpuUuid)], stored: &str) -> Result<usize, CheckError> {
-    let old: GpuUuid = stored.parse().map_err(|error: crate::driver::BadGpuUuid| CheckError::Gpus(error.to_string()))?;
-    let new = pairs.iter().find(|(from, _)| *from == old).map_or(old, |&(_, new)| new);
-    let index = driver.devices().iter().position(|device| device.uuid == new);
+fn present_device(
+    driver: &Driver,
+    pairs: &[(GpuUuid, GpuUuid)],
+    stored: &str,
+) -> Result<usize, CheckError> {
+    let old: GpuUuid = stored
+        .parse()
+        .map_err(|error: crate::driver::BadGpuUuid| CheckError::Gpus(error.to_string()))?;
+    let new = pairs
+        .iter()
+        .find(|(from, _)| *from == old)
+        .map_or(old, |&(_, new)| new);
+    let index = driver
+        .devices()
+        .iter()
+        .position(|device| device.uuid == new);
     index.ok_or_else(|| CheckError::Gpus(format!("{new} is no GPU of this node")))
 }
 
 /// The present GPU of each lane, in the order of the image's extents.
-fn destinations(driver: &Driver, image: &Image, pairs: &[(GpuUuid, GpuUuid)]) -> Result<Vec<usize>, CheckError> {
-    image.manifest.extents().map(|extent| present_device(driver, pairs, &extent.device)).collect()
+fn destinations(
+    driver: &Driver,
+    image: &Image,
+    pairs: &[(GpuUuid, GpuUuid)],
+) -> Result<Vec<usize>, CheckError> {
+    image
+        .manifest
+        .extents()
+        .map(|extent| present_device(driver, pairs, &extent.device))
+        .collect()
 }
 
 /// Brings the driver's extents into the order of the lanes; their lengths must be the stored ones.
-fn match_extents(extents: &[Extent], gpus: &[usize], lanes: &[LoadLane]) -> Result<Vec<Extent>, PipelineError> {
+fn match_extents(
+    extents: &[Extent],
+    gpus: &[usize],
+    lanes: &[LoadLane],
+) -> Result<Vec<Extent>, PipelineError> {
     let mismatch = |what: String| PipelineError::Extents { what };
     if extents.len() != lanes.len() {
-        return Err(mismatch(format!("the driver gave memory on {} GPUs, and the image has {}", extents.len(), lanes.len())));
+        return Err(mismatch(format!(
+            "the driver gave memory on {} GPUs, and the image has {}",
+            extents.len(),
+            lanes.len()
+        )));
     }
     let matched = gpus.iter().zip(lanes).map(|(&device, lane)| {
         let found = extents.iter().find(|extent| extent.device == device);
-        let extent = found.ok_or_else(|| mismatch(format!("the driver gave no memory on GPU {device}, where {} belongs", lane.key)))?;
+        let extent = found.ok_or_else(|| {
+            mismatch(format!(
+                "the driver gave no memory on GPU {device}, where {} belongs",
+                lane.key
+            ))
+        })?;
         if extent.len != lane.raw_len {
-            return Err(mismatch(format!("the driver gave {} bytes on {}, and {} holds {}", extent.len, extent.uuid, lane.key, lane.raw_len)));
+            return Err(mismatch(format!(
+                "the driver gave {} bytes on {}, and {} holds {}",
+                extent.len, extent.uuid, lane.key, lane.raw_len
+            )));
         }
         Ok(*extent)
     });
@@ -419,7 +587,11 @@ fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, PlanError> {
         .manifest
         .extents()
         .zip(image.tables.iter().flatten())
-        .map(|(extent, table)| plan::LoadLane { raw_len: extent.raw_len, chunk_len: extent.chunk_len, frame_len_max: table.frame_len_max() })
+        .map(|(extent, table)| plan::LoadLane {
+            raw_len: extent.raw_len,
+            chunk_len: extent.chunk_len,
+            frame_len_max: table.frame_len_max(),
+        })
         .collect();
     let pipeline = &session.config.pipeline;
     let settings = LoadSettings {
@@ -431,9 +603,19 @@ fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, PlanError> {
     plan_load(&shapes, &settings)
 }
 
-fn lanes(session: &Session, image: &Image, plan: &LoadPlan, driver: Option<&Arc<Driver>>) -> Result<Vec<LoadLane>, LoadFailed> {
+fn lanes(
+    session: &Session,
+    image: &Image,
+    plan: &LoadPlan,
+    driver: Option<&Arc<Driver>>,
+) -> Result<Vec<LoadLane>, LoadFailed> {
     let mut lanes = Vec::new();
-    for (index, (extent, table)) in image.manifest.extents().zip(image.tables.iter().flatten()).enumerate() {
+    for (index, (extent, table)) in image
+        .manifest
+        .extents()
+        .zip(image.tables.iter().flatten())
+        .enumerate()
+    {
         let chunk_len = usize::try_from(extent.chunk_len).unwrap_or(usize::MAX);
         lanes.push(LoadLane {
             key: Key::of_job(&session.config.job, &extent.object.key)?,
@@ -445,7 +627,9 @@ fn lanes(session: &Session, image: &Image, plan: &LoadPlan, driver: Option<&Arc<
             meter: LaneMeter::new(format!("GPU {index}"), extent.raw_len),
         });
     }
-    session.meter.announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
+    session
+        .meter
+        .announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
     Ok(lanes)
 }
 
@@ -470,18 +654,34 @@ fn resources(session: &Session, plan: &LoadPlan) -> Result<LoadResources, LoadFa
 #[error("{0}")]
 struct NoSuchExtent(String);
 
-fn choose_extent(image: &Image, gpu: Option<GpuUuid>) -> Result<(&ExtentRecord, &FrameTable), NoSuchExtent> {
+fn choose_extent(
+    image: &Image,
+    gpu: Option<GpuUuid>,
+) -> Result<(&ExtentRecord, &FrameTable), NoSuchExtent> {
     let mut extents = image.manifest.extents().zip(image.tables.iter().flatten());
     let names = || list(image.manifest.extents().map(|extent| extent.device.clone()));
     match gpu {
         Some(gpu) => {
             let found = extents.find(|(extent, _)| extent.device == gpu.to_string());
-            found.ok_or_else(|| NoSuchExtent(format!("{gpu} holds no data in image {:08} (--gpu); it has {}", image.generation, names())))
+            found.ok_or_else(|| {
+                NoSuchExtent(format!(
+                    "{gpu} holds no data in image {:08} (--gpu); it has {}",
+                    image.generation,
+                    names()
+                ))
+            })
         }
         None => match (extents.next(), extents.next()) {
             (Some(only), None) => Ok(only),
-            (None, _) => Err(NoSuchExtent(format!("image {:08} holds no data", image.generation))),
-            _ => Err(NoSuchExtent(format!("image {:08} has several GPUs; choose one with --gpu: {}", image.generation, names()))),
+            (None, _) => Err(NoSuchExtent(format!(
+                "image {:08} holds no data",
+                image.generation
+            ))),
+            _ => Err(NoSuchExtent(format!(
+                "image {:08} has several GPUs; choose one with --gpu: {}",
+                image.generation,
+                names()
+            ))),
         },
     }
 }
@@ -506,7 +706,12 @@ const CAT_READ_AHEAD: usize = 4;
 /// Bytes per range, at least one frame.
 const CAT_FETCH_LEN: u64 = 16 << 20;
 
-fn cat_extent(session: &Session, extent: &ExtentRecord, table: &FrameTable, out: &mut dyn Write) -> Result<(), CatFailed> {
+fn cat_extent(
+    session: &Session,
+    extent: &ExtentRecord,
+    table: &FrameTable,
+    out: &mut dyn Write,
+) -> Result<(), CatFailed> {
     let key = Key::of_job(&session.config.job, &extent.object.key).map_err(LoadFailed::from)?;
     let frames: Vec<_> = table.entries().collect();
     let lens: Vec<u32> = frames.iter().map(|frame| frame.stored_len).collect();
@@ -515,10 +720,16 @@ fn cat_extent(session: &Session, extent: &ExtentRecord, table: &FrameTable, out:
     let fetch = |group: FetchGroup| async move {
         let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
         let mut bytes = vec![0; len];
-        store.get_range(cat_key, group.bytes.clone(), None, &mut bytes).await?;
+        store
+            .get_range(cat_key, group.bytes.clone(), None, &mut bytes)
+            .await?;
         Ok::<_, PipelineError>((group, bytes))
     };
-    let mut fetched = Box::pin(futures::stream::iter(groups).map(fetch).buffered(CAT_READ_AHEAD));
+    let mut fetched = Box::pin(
+        futures::stream::iter(groups)
+            .map(fetch)
+            .buffered(CAT_READ_AHEAD),
+    );
     let mut decoder = Decoder::new().map_err(LoadFailed::from)?;
     let mut chunk = vec![0; usize::try_from(extent.chunk_len).unwrap_or(usize::MAX)];
     while let Some(next) = session.wait(fetched.next()) {
@@ -528,11 +739,13 @@ fn cat_extent(session: &Session, extent: &ExtentRecord, table: &FrameTable, out:
             let (stored, behind) = rest.split_at(frame.stored_len as usize);
             rest = behind;
             let raw = &mut chunk[..frame.raw_len as usize];
-            decoder.decode(stored, frame.digest, raw).map_err(|source| PipelineError::Frame {
-                key: key.to_string(),
-                chunk: frame.index,
-                source,
-            })?;
+            decoder
+                .decode(stored, frame.digest, raw)
+                .map_err(|source| PipelineError::Frame {
+                    key: key.to_string(),
+                    chunk: frame.index,
+                    source,
+                })?;
             out.write_all(raw)?;
         }
     }

@@ -40,7 +40,12 @@ impl Session {
     ///
     /// # Errors
     /// A [`Failure`] of phase config when the store's client cannot be made.
-    pub fn open(config: Config, runtime: Handle, meter: Arc<Meter>, cancel: CancellationToken) -> Result<Self, Failure> {
+    pub fn open(
+        config: Config,
+        runtime: Handle,
+        meter: Arc<Meter>,
+        cancel: CancellationToken,
+    ) -> Result<Self, Failure> {
         let started = Instant::now();
         let deadline = config.deadline.map(|left| started + left);
         let inner = runtime
@@ -48,7 +53,12 @@ impl Session {
             .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
         let inner = Arc::new(inner);
         let patient = |cancel: CancellationToken| -> Arc<dyn Store> {
-            let store = Retrying::new(Arc::clone(&inner), RetryPolicy::new(config.store.retry_timeout), cancel, Arc::clone(&meter));
+            let store = Retrying::new(
+                Arc::clone(&inner),
+                RetryPolicy::new(config.store.retry_timeout),
+                cancel,
+                Arc::clone(&meter),
+            );
             if let Some(deadline) = deadline {
                 store.set_deadline(deadline);
             }
@@ -56,7 +66,15 @@ impl Session {
         };
         let store = patient(cancel.clone());
         let store_after_begin = patient(CancellationToken::new());
-        Ok(Self { config, runtime, meter, cancel, store, store_after_begin, deadline })
+        Ok(Self {
+            config,
+            runtime,
+            meter,
+            cancel,
+            store,
+            store_after_begin,
+            deadline,
+        })
     }
 
     /// Waits on the calling (non-runtime) thread.
@@ -69,7 +87,11 @@ impl Session {
     /// # Errors
     /// [`Interrupted`].
     pub fn check_cancelled(&self) -> Result<(), Interrupted> {
-        if self.cancel.is_cancelled() { Err(Interrupted) } else { Ok(()) }
+        if self.cancel.is_cancelled() {
+            Err(Interrupted)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -82,7 +104,9 @@ pub struct Interrupted;
 pub fn code_before_begin(error: &StoreError) -> ExitCode {
     match error {
         StoreError::Refused { .. } | StoreError::NotFound { .. } => ExitCode::Preflight,
-        StoreError::GaveUp { source, .. } if matches!(**source, StoreError::Refused { .. }) => ExitCode::Preflight,
+        StoreError::GaveUp { source, .. } if matches!(**source, StoreError::Refused { .. }) => {
+            ExitCode::Preflight
+        }
         _ => ExitCode::RolledBack,
     }
 }

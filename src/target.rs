@@ -76,14 +76,27 @@ impl Target {
         if pid == std::process::id() {
             return Err(TargetError::Ourselves { pid });
         }
-        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(TargetError::Gone { pid })?;
+        let raw = i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or(TargetError::Gone { pid })?;
         let status = read(pid, "status")?;
-        if let Some(group) = status_numbers(&status, "Tgid:").first().copied().filter(|&group| group != pid) {
-            return Err(TargetError::Thread { tid: pid, pid: group });
+        if let Some(group) = status_numbers(&status, "Tgid:")
+            .first()
+            .copied()
+            .filter(|&group| group != pid)
+        {
+            return Err(TargetError::Thread {
+                tid: pid,
+                pid: group,
+            });
         }
-        let pidfd = pidfd_open(raw, PidfdFlags::empty()).map_err(|errno| look_error(pid, "pidfd_open".to_owned(), errno.into()))?;
+        let pidfd = pidfd_open(raw, PidfdFlags::empty())
+            .map_err(|errno| look_error(pid, "pidfd_open".to_owned(), errno.into()))?;
         let stat = read(pid, "stat")?;
-        let start_time = stat_field(&stat, STAT_START_TIME).and_then(|text| text.parse().ok()).ok_or(TargetError::Gone { pid })?;
+        let start_time = stat_field(&stat, STAT_START_TIME)
+            .and_then(|text| text.parse().ok())
+            .ok_or(TargetError::Gone { pid })?;
         let target = Self {
             pid,
             start_time,
@@ -92,7 +105,11 @@ impl Target {
             ns_pids: status_numbers(&status, "NSpid:"),
             pidfd,
         };
-        if target.is_alive() { Ok(target) } else { Err(TargetError::Gone { pid }) }
+        if target.is_alive() {
+            Ok(target)
+        } else {
+            Err(TargetError::Gone { pid })
+        }
     }
 
     /// Whether this very process still lives (a zombie does not).
@@ -115,13 +132,15 @@ impl Target {
 /// [`TargetError::Look`] when it cannot be read.
 pub fn boot_id() -> Result<String, TargetError> {
     let path = "/proc/sys/kernel/random/boot_id";
-    let text = std::fs::read_to_string(path).map_err(|source| look_error(0, path.to_owned(), source))?;
+    let text =
+        std::fs::read_to_string(path).map_err(|source| look_error(0, path.to_owned(), source))?;
     Ok(text.trim().to_owned())
 }
 
 fn read(pid: u32, file: &str) -> Result<String, TargetError> {
     let path = PathBuf::from(format!("/proc/{pid}/{file}"));
-    let bytes = std::fs::read(&path).map_err(|source| look_error(pid, path.display().to_string(), source))?;
+    let bytes = std::fs::read(&path)
+        .map_err(|source| look_error(pid, path.display().to_string(), source))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -141,8 +160,13 @@ fn stat_field(stat: &str, index: usize) -> Option<&str> {
 
 /// The numbers of one line of `/proc/PID/status`.
 fn status_numbers(status: &str, name: &str) -> Vec<u32> {
-    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
-    line.split_ascii_whitespace().filter_map(|number| number.parse().ok()).collect()
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .unwrap_or_default();
+    line.split_ascii_whitespace()
+        .filter_map(|number| number.parse().ok())
+        .collect()
 }
 
 #[cfg(test)]
@@ -151,7 +175,11 @@ mod tests {
     use std::process::{Child, Command, Stdio};
 
     fn sleeper() -> Child {
-        Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap()
+        Command::new("sleep")
+            .arg("60")
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap()
     }
 
     #[test]
@@ -165,14 +193,23 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!target.is_alive());
-        assert!(matches!(Target::look(child.id()), Err(TargetError::Gone { .. })));
+        assert!(matches!(
+            Target::look(child.id()),
+            Err(TargetError::Gone { .. })
+        ));
     }
 
     #[test]
     fn our_own_pid_and_pid_zero_are_refused() {
-        assert!(matches!(Target::look(std::process::id()), Err(TargetError::Ourselves { .. })));
+        assert!(matches!(
+            Target::look(std::process::id()),
+            Err(TargetError::Ourselves { .. })
+        ));
         assert!(matches!(Target::look(0), Err(TargetError::Gone { .. })));
-        assert!(matches!(Target::look(u32::MAX), Err(TargetError::Gone { .. })));
+        assert!(matches!(
+            Target::look(u32::MAX),
+            Err(TargetError::Gone { .. })
+        ));
     }
 
     #[test]

@@ -13,4 +13,6 @@ pub mod seek_table;
 
 pub use checksum::Crc64;
 pub use digest::Digest;
-pub use frame::{Decoder, DecoderError, Encoded, Encoder, Filter, FrameError, FrameKind, Level, frame_bound};
+pub use frame::{
+    Decoder, DecoderError, Encoded, Encoder, Filter, FrameError, FrameKind, Level, frame_bound,
+};

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
-use super::{PoolBuf, Driver, DriverError, Extent};
+use super::{Driver, DriverError, Extent, PoolBuf};
 
 /// CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiting sleeps, and nothing is timed.
 const EVENT_FLAGS: c_uint = 1 | 2;
@@ -68,7 +68,9 @@ impl CopyQueue {
         for _ in 0..depth {
             let mut event: CUevent = std::ptr::null_mut();
             // SAFETY: the out pointer is valid for the call.
-            driver.check("cuEventCreate", unsafe { (driver.api.event_create)(&raw mut event, EVENT_FLAGS) })?;
+            driver.check("cuEventCreate", unsafe {
+                (driver.api.event_create)(&raw mut event, EVENT_FLAGS)
+            })?;
             queue.spare_events.push(Event(event));
         }
         Ok(queue)
@@ -87,7 +89,10 @@ impl CopyQueue {
     /// # Panics
     /// When the extent is on another GPU than the queue was prepared for.
     pub fn bind(&mut self, extent: Extent) -> Result<(), DriverError> {
-        assert_eq!(extent.device, self.device, "a copy queue is bound to an extent of its own GPU");
+        assert_eq!(
+            extent.device, self.device,
+            "a copy queue is bound to an extent of its own GPU"
+        );
         self.driver.make_current(self.device)?;
         self.bound = Some(extent);
         Ok(())
@@ -115,12 +120,26 @@ impl CopyQueue {
     ///
     /// # Panics
     /// When there is no room, the range is outside the extent, or `len` is longer than the buffer.
-    pub fn copy_out(&mut self, buffer: PoolBuf, offset: u64, len: usize) -> Result<(), DriverError> {
+    pub fn copy_out(
+        &mut self,
+        buffer: PoolBuf,
+        offset: u64,
+        len: usize,
+    ) -> Result<(), DriverError> {
         let (source, stream) = self.checked_range(&buffer, offset, len);
         let target = buffer.as_device_visible();
         // SAFETY: the target is `len` bytes of a buffer that this queue owns until the copy's event has happened; the source is inside the mapped extent.
         let code = unsafe { (self.driver.api.memcpy_dtoh_async)(target, source, len, stream) };
-        self.enqueued("cuMemcpyDtoHAsync", code, Copied { buffer, offset, len }, stream)
+        self.enqueued(
+            "cuMemcpyDtoHAsync",
+            code,
+            Copied {
+                buffer,
+                offset,
+                len,
+            },
+            stream,
+        )
     }
 
     /// Enqueues a copy of the first `len` bytes of `buffer` to `offset` of the extent, and returns at once.
@@ -135,7 +154,16 @@ impl CopyQueue {
         let source = buffer.as_device_visible();
         // SAFETY: the source is `len` bytes of a buffer that this queue owns until the copy's event has happened; the target is inside the mapped extent.
         let code = unsafe { (self.driver.api.memcpy_htod_async)(target, source, len, stream) };
-        self.enqueued("cuMemcpyHtoDAsync", code, Copied { buffer, offset, len }, stream)
+        self.enqueued(
+            "cuMemcpyHtoDAsync",
+            code,
+            Copied {
+                buffer,
+                offset,
+                len,
+            },
+            stream,
+        )
     }
 
     /// Waits for the oldest copy. `None` when none is under way.
@@ -147,7 +175,9 @@ impl CopyQueue {
             return Ok(None);
         };
         // SAFETY: the event is ours and was recorded behind the copy.
-        self.driver.check("cuEventSynchronize", unsafe { (self.driver.api.event_synchronize)(oldest.event.0) })?;
+        self.driver.check("cuEventSynchronize", unsafe {
+            (self.driver.api.event_synchronize)(oldest.event.0)
+        })?;
         let done = self.under_way.pop_front();
         Ok(done.map(|done| {
             self.spare_events.push(done.event);
@@ -164,7 +194,9 @@ impl CopyQueue {
             return Ok(());
         };
         // SAFETY: the stream came from the driver for this operation, which is not complete while a queue is bound.
-        self.driver.check("cuStreamSynchronize", unsafe { (self.driver.api.stream_synchronize)(extent.stream) })?;
+        self.driver.check("cuStreamSynchronize", unsafe {
+            (self.driver.api.stream_synchronize)(extent.stream)
+        })?;
         while let Some(done) = self.under_way.pop_front() {
             self.spare_events.push(done.event);
         }
@@ -173,14 +205,31 @@ impl CopyQueue {
 
     fn checked_range(&self, buffer: &PoolBuf, offset: u64, len: usize) -> (CUdeviceptr, CUstream) {
         let extent = self.bound.expect("a copy queue is bound before it copies");
-        assert!(self.has_room(), "more copies under way than the queue was prepared for");
-        assert!(len <= buffer.len(), "a copy of {len} bytes does not fit a buffer of {}", buffer.len());
+        assert!(
+            self.has_room(),
+            "more copies under way than the queue was prepared for"
+        );
+        assert!(
+            len <= buffer.len(),
+            "a copy of {len} bytes does not fit a buffer of {}",
+            buffer.len()
+        );
         let end = offset.checked_add(len as u64);
-        assert!(end.is_some_and(|end| end <= extent.len), "a copy of {len} bytes at {offset} leaves the extent of {}", extent.len);
+        assert!(
+            end.is_some_and(|end| end <= extent.len),
+            "a copy of {len} bytes at {offset} leaves the extent of {}",
+            extent.len
+        );
         (extent.base + offset, extent.stream)
     }
 
-    fn enqueued(&mut self, call: &'static str, code: super::sys::RawResult, copied: Copied, stream: CUstream) -> Result<(), DriverError> {
+    fn enqueued(
+        &mut self,
+        call: &'static str,
+        code: super::sys::RawResult,
+        copied: Copied,
+        stream: CUstream,
+    ) -> Result<(), DriverError> {
         let Some(event) = self.spare_events.pop() else {
             unreachable!("checked_range saw a spare event");
         };
@@ -189,13 +238,21 @@ impl CopyQueue {
         self.under_way.push_back(UnderWay { event, copied });
         self.driver.check(call, code)?;
         // SAFETY: event and stream are valid and of the same context.
-        self.driver.check("cuEventRecord", unsafe { (self.driver.api.event_record)(raw_event, stream) })
+        self.driver.check("cuEventRecord", unsafe {
+            (self.driver.api.event_record)(raw_event, stream)
+        })
     }
 }
 
 impl Drop for CopyQueue {
     fn drop(&mut self) {
-        let drained = self.driver.make_current(self.device).and_then(|()| if self.under_way.is_empty() { Ok(()) } else { self.finish() });
+        let drained = self.driver.make_current(self.device).and_then(|()| {
+            if self.under_way.is_empty() {
+                Ok(())
+            } else {
+                self.finish()
+            }
+        });
         if let Err(error) = drained {
             tracing::warn!(%error, buffers = self.under_way.len(), "copies may still run; their buffers are leaked");
             std::mem::forget(std::mem::take(&mut self.under_way));
@@ -223,17 +280,30 @@ impl DeviceMemory {
         driver.make_current(device)?;
         let mut base: CUdeviceptr = 0;
         // SAFETY: the out pointer is valid for the call.
-        driver.check("cuMemAlloc", unsafe { (driver.api.mem_alloc)(&raw mut base, len) })?;
+        driver.check("cuMemAlloc", unsafe {
+            (driver.api.mem_alloc)(&raw mut base, len)
+        })?;
         let mut stream: CUstream = std::ptr::null_mut();
         // SAFETY: the out pointer is valid for the call.
-        let made = driver.check("cuStreamCreate", unsafe { (driver.api.stream_create)(&raw mut stream, STREAM_FLAGS) });
+        let made = driver.check("cuStreamCreate", unsafe {
+            (driver.api.stream_create)(&raw mut stream, STREAM_FLAGS)
+        });
         if let Err(error) = made {
             // SAFETY: allocated above, used by nobody.
             let _reported_by_the_first_error = unsafe { (driver.api.mem_free)(base) };
             return Err(error);
         }
         let uuid = driver.devices()[device].uuid;
-        Ok(Self { driver: Arc::clone(driver), extent: Extent { device, uuid, len: len as u64, base, stream } })
+        Ok(Self {
+            driver: Arc::clone(driver),
+            extent: Extent {
+                device,
+                uuid,
+                len: len as u64,
+                base,
+                stream,
+            },
+        })
     }
 
     /// The memory as an extent. Copies of it must be finished before this is dropped.

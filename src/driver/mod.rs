@@ -6,7 +6,10 @@
 //! Layers: `sys` (raw entry points) → this file (devices, contexts, states) → `process` (typestates), `copy` (stream-ordered copies),
 //! `pinned` (host memory). Nothing else in the crate names CUDA.
 
-#![allow(unsafe_code, reason = "the fence: calls into libcuda, and the memory that it copies from and to")]
+#![allow(
+    unsafe_code,
+    reason = "the fence: calls into libcuda, and the memory that it copies from and to"
+)]
 
 mod copy;
 mod pinned;
@@ -19,9 +22,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
 
-pub use copy::{CopyQueue, Copied, DeviceMemory};
-pub use pinned::{PoolBuf, BufferPool, PoolClosed};
-pub use process::{BeginError, CheckpointedProcess, CheckpointingProcess, Extent, LockedProcess, RestoringProcess, RunningProcess};
+pub use copy::{Copied, CopyQueue, DeviceMemory};
+pub use pinned::{BufferPool, PoolBuf, PoolClosed};
+pub use process::{
+    BeginError, CheckpointedProcess, CheckpointingProcess, Extent, LockedProcess, RestoringProcess,
+    RunningProcess,
+};
 
 /// A result code of the driver, whether we know it or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,9 +52,13 @@ impl DriverCode {
     /// What the code usually means when a checkpoint function answers it; empty when there is nothing to add.
     fn advice(self) -> &'static str {
         match self {
-            Self::OPERATING_SYSTEM => "; the caller needs the target's user id or CAP_SYS_PTRACE, and the same pid namespace",
+            Self::OPERATING_SYSTEM => {
+                "; the caller needs the target's user id or CAP_SYS_PTRACE, and the same pid namespace"
+            }
             Self::NOT_INITIALIZED => "; the target has no CUDA state",
-            Self::NOT_READY => "; the target did not reach a stop in time: a peer that waits (NCCL), a stopped process, or driver.lock_timeout too short",
+            Self::NOT_READY => {
+                "; the target did not reach a stop in time: a peer that waits (NCCL), a stopped process, or driver.lock_timeout too short"
+            }
             _ => "",
         }
     }
@@ -106,7 +116,9 @@ impl fmt::Display for ProcessState {
 #[non_exhaustive]
 pub enum DriverError {
     /// The loader finds no libcuda.
-    #[error("libcuda.so.1 is not found; install the NVIDIA driver, or put its folder on LD_LIBRARY_PATH")]
+    #[error(
+        "libcuda.so.1 is not found; install the NVIDIA driver, or put its folder on LD_LIBRARY_PATH"
+    )]
     NoLibrary,
     /// libcuda lacks an entry point that every driver since 12.0 has.
     #[error("libcuda has no {missing}; an NVIDIA driver for CUDA 12.0 or newer is needed")]
@@ -161,7 +173,9 @@ pub enum DriverError {
         needed: ProcessState,
     },
     /// Host memory for the pinned ring was not to be had.
-    #[error("cannot pin {len} bytes of host memory; lower pipeline.memory_budget, or raise the memlock limit (ulimit -l) and the cgroup's memory limit")]
+    #[error(
+        "cannot pin {len} bytes of host memory; lower pipeline.memory_budget, or raise the memlock limit (ulimit -l) and the cgroup's memory limit"
+    )]
     Pin {
         /// Length of the ring in bytes.
         len: usize,
@@ -239,12 +253,18 @@ impl Driver {
         check(&api, "cuInit", unsafe { (api.init)(0) })?;
         let mut version: c_int = 0;
         // SAFETY: the out pointer is valid for the call.
-        check(&api, "cuDriverGetVersion", unsafe { (api.driver_get_version)(&raw mut version) })?;
+        check(&api, "cuDriverGetVersion", unsafe {
+            (api.driver_get_version)(&raw mut version)
+        })?;
         let mut count: c_int = 0;
         // SAFETY: the out pointer is valid for the call.
-        check(&api, "cuDeviceGetCount", unsafe { (api.device_get_count)(&raw mut count) })?;
+        check(&api, "cuDeviceGetCount", unsafe {
+            (api.device_get_count)(&raw mut count)
+        })?;
         let count = u32::try_from(count).unwrap_or(0);
-        let devices = (0..count).map(|ordinal| look_at_device(&api, ordinal)).collect::<Result<Vec<_>, _>>()?;
+        let devices = (0..count)
+            .map(|ordinal| look_at_device(&api, ordinal))
+            .collect::<Result<Vec<_>, _>>()?;
         let contexts = Mutex::new(vec![None; devices.len()]);
         Ok(Arc::new(Self {
             api,
@@ -276,20 +296,42 @@ impl Driver {
     /// [`DriverError::NoCustomStorage`], naming the versions and what is missing.
     pub fn require_custom_storage(&self) -> Result<(), DriverError> {
         let entry_points = [
-            ("cuCheckpointProcessGetState", self.api.process_get_state.is_some()),
+            (
+                "cuCheckpointProcessGetState",
+                self.api.process_get_state.is_some(),
+            ),
             ("cuCheckpointProcessLock", self.api.process_lock.is_some()),
-            ("cuCheckpointProcessCheckpoint", self.api.process_checkpoint.is_some()),
-            ("cuCheckpointProcessRestore", self.api.process_restore.is_some()),
-            ("cuCheckpointProcessUnlock", self.api.process_unlock.is_some()),
-            ("cuCheckpointOperationComplete", self.api.operation_complete.is_some()),
+            (
+                "cuCheckpointProcessCheckpoint",
+                self.api.process_checkpoint.is_some(),
+            ),
+            (
+                "cuCheckpointProcessRestore",
+                self.api.process_restore.is_some(),
+            ),
+            (
+                "cuCheckpointProcessUnlock",
+                self.api.process_unlock.is_some(),
+            ),
+            (
+                "cuCheckpointOperationComplete",
+                self.api.operation_complete.is_some(),
+            ),
         ];
-        let missing: Vec<&str> = entry_points.iter().filter(|(_, found)| !found).map(|(name, _)| *name).collect();
+        let missing: Vec<&str> = entry_points
+            .iter()
+            .filter(|(_, found)| !found)
+            .map(|(name, _)| *name)
+            .collect();
         if missing.is_empty() {
             return Ok(());
         }
         Err(DriverError::NoCustomStorage {
             api_version: self.api_version,
-            driver_version: self.driver_version.as_ref().map(|version| format!("driver {version}")),
+            driver_version: self
+                .driver_version
+                .as_ref()
+                .map(|version| format!("driver {version}")),
             missing: missing.join(", "),
         })
     }
@@ -299,10 +341,17 @@ impl Driver {
     /// # Errors
     /// [`DriverError::Call`] with NOT_INITIALIZED for a process without CUDA state, OPERATING_SYSTEM without the right to look.
     pub fn state(&self, pid: u32) -> Result<ProcessState, DriverError> {
-        let get_state = self.api.process_get_state.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessGetState" })?;
+        let get_state = self
+            .api
+            .process_get_state
+            .ok_or(DriverError::LibraryTooOld {
+                missing: "cuCheckpointProcessGetState",
+            })?;
         let mut raw: c_uint = u32::MAX;
         // SAFETY: the out pointer is valid for the call.
-        self.check("cuCheckpointProcessGetState", unsafe { get_state(raw_pid(pid), &raw mut raw) })?;
+        self.check("cuCheckpointProcessGetState", unsafe {
+            get_state(raw_pid(pid), &raw mut raw)
+        })?;
         Ok(ProcessState::from_raw(raw))
     }
 
@@ -313,8 +362,19 @@ impl Driver {
     /// The first call that failed; contexts that were retained stay.
     pub fn retain_contexts(&self) -> Result<(), DriverError> {
         let results: Vec<Result<PrimaryContext, DriverError>> = std::thread::scope(|scope| {
-            let waiting: Vec<_> = self.devices.iter().map(|device| scope.spawn(|| self.retain(device))).collect();
-            waiting.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+            let waiting: Vec<_> = self
+                .devices
+                .iter()
+                .map(|device| scope.spawn(|| self.retain(device)))
+                .collect();
+            waiting
+                .into_iter()
+                .map(|thread| {
+                    thread
+                        .join()
+                        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                })
+                .collect()
         });
         let mut contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
         for (slot, result) in contexts.iter_mut().zip(results) {
@@ -331,38 +391,50 @@ impl Driver {
         self.make_current(device)?;
         let (mut free, mut total) = (0_usize, 0_usize);
         // SAFETY: both out pointers are valid for the call.
-        self.check("cuMemGetInfo", unsafe { (self.api.mem_get_info)(&raw mut free, &raw mut total) })?;
+        self.check("cuMemGetInfo", unsafe {
+            (self.api.mem_get_info)(&raw mut free, &raw mut total)
+        })?;
         Ok(free as u64)
     }
 
     fn retain(&self, device: &Device) -> Result<PrimaryContext, DriverError> {
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: the out pointer is valid for the call and the device handle came from cuDeviceGet.
-        self.check("cuDevicePrimaryCtxRetain", unsafe { (self.api.primary_ctx_retain)(&raw mut context, device.handle) })?;
+        self.check("cuDevicePrimaryCtxRetain", unsafe {
+            (self.api.primary_ctx_retain)(&raw mut context, device.handle)
+        })?;
         Ok(PrimaryContext(context))
     }
 
     /// The retained context of a device.
     fn context(&self, device: usize) -> Result<PrimaryContext, DriverError> {
         let contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
-        contexts.get(device).copied().flatten().ok_or_else(|| DriverError::Call {
-            call: "cuCtxSetCurrent",
-            code: DriverCode::INVALID_CONTEXT,
-            name: "primary context not retained".to_owned(),
-        })
+        contexts
+            .get(device)
+            .copied()
+            .flatten()
+            .ok_or_else(|| DriverError::Call {
+                call: "cuCtxSetCurrent",
+                code: DriverCode::INVALID_CONTEXT,
+                name: "primary context not retained".to_owned(),
+            })
     }
 
     /// The device whose retained context this is.
     fn device_of(&self, context: CUcontext) -> Option<usize> {
         let contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
-        contexts.iter().position(|slot| slot.is_some_and(|held| held.0 == context))
+        contexts
+            .iter()
+            .position(|slot| slot.is_some_and(|held| held.0 == context))
     }
 
     /// Makes a device's context current on the calling thread.
     fn make_current(&self, device: usize) -> Result<(), DriverError> {
         let context = self.context(device)?;
         // SAFETY: the context is retained for the life of the process.
-        self.check("cuCtxSetCurrent", unsafe { (self.api.ctx_set_current)(context.0) })
+        self.check("cuCtxSetCurrent", unsafe {
+            (self.api.ctx_set_current)(context.0)
+        })
     }
 
     fn check(&self, call: &'static str, code: sys::RawResult) -> Result<(), DriverError> {
@@ -380,28 +452,53 @@ fn check(api: &sys::Api, call: &'static str, code: sys::RawResult) -> Result<(),
     let named = unsafe { (api.get_error_name)(code, &raw mut text) };
     let name = if named == 0 && !text.is_null() {
         // SAFETY: the driver gave a static C string.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
     } else {
         "a code without a name".to_owned()
     };
-    Err(DriverError::Call { call, code: DriverCode(code), name })
+    Err(DriverError::Call {
+        call,
+        code: DriverCode(code),
+        name,
+    })
 }
 
 fn look_at_device(api: &sys::Api, ordinal: u32) -> Result<Device, DriverError> {
     let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
     let mut handle: CUdevice = 0;
     // SAFETY: the out pointer is valid for the call.
-    check(api, "cuDeviceGet", unsafe { (api.device_get)(&raw mut handle, index) })?;
+    check(api, "cuDeviceGet", unsafe {
+        (api.device_get)(&raw mut handle, index)
+    })?;
     let name = device_text(api, "cuDeviceGetName", api.device_get_name, handle)?;
-    let pci = device_text(api, "cuDeviceGetPCIBusId", api.device_get_pci_bus_id, handle)?;
+    let pci = device_text(
+        api,
+        "cuDeviceGetPCIBusId",
+        api.device_get_pci_bus_id,
+        handle,
+    )?;
     let mut uuid = CUuuid { bytes: [0; 16] };
     // SAFETY: the out pointer is valid for the call.
-    check(api, "cuDeviceGetUuid", unsafe { (api.device_get_uuid)(&raw mut uuid, handle) })?;
+    check(api, "cuDeviceGetUuid", unsafe {
+        (api.device_get_uuid)(&raw mut uuid, handle)
+    })?;
     let mut memory_len: usize = 0;
     // SAFETY: the out pointer is valid for the call.
-    check(api, "cuDeviceTotalMem", unsafe { (api.device_total_mem)(&raw mut memory_len, handle) })?;
-    let major = attribute(api, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)?;
-    let minor = attribute(api, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)?;
+    check(api, "cuDeviceTotalMem", unsafe {
+        (api.device_total_mem)(&raw mut memory_len, handle)
+    })?;
+    let major = attribute(
+        api,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        handle,
+    )?;
+    let minor = attribute(
+        api,
+        CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        handle,
+    )?;
     Ok(Device {
         ordinal,
         uuid: from_cu_uuid(&uuid),
@@ -413,10 +510,16 @@ fn look_at_device(api: &sys::Api, ordinal: u32) -> Result<Device, DriverError> {
     })
 }
 
-fn attribute(api: &sys::Api, which: CUdevice_attribute, handle: CUdevice) -> Result<c_int, DriverError> {
+fn attribute(
+    api: &sys::Api,
+    which: CUdevice_attribute,
+    handle: CUdevice,
+) -> Result<c_int, DriverError> {
     let mut value: c_int = 0;
     // SAFETY: the out pointer is valid for the call.
-    check(api, "cuDeviceGetAttribute", unsafe { (api.device_get_attribute)(&raw mut value, which as c_uint, handle) })?;
+    check(api, "cuDeviceGetAttribute", unsafe {
+        (api.device_get_attribute)(&raw mut value, which as c_uint, handle)
+    })?;
     Ok(value)
 }
 
@@ -428,8 +531,12 @@ fn device_text(
 ) -> Result<String, DriverError> {
     let mut text = [0_u8; 256];
     // SAFETY: the buffer is valid for the 255 bytes that we allow; its last byte stays zero.
-    check(api, call, unsafe { get(text.as_mut_ptr().cast::<c_char>(), 255, handle) })?;
-    Ok(CStr::from_bytes_until_nul(&text).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default())
+    check(api, call, unsafe {
+        get(text.as_mut_ptr().cast::<c_char>(), 255, handle)
+    })?;
+    Ok(CStr::from_bytes_until_nul(&text)
+        .map(|text| text.to_string_lossy().into_owned())
+        .unwrap_or_default())
 }
 
 fn from_cu_uuid(uuid: &CUuuid) -> GpuUuid {
@@ -437,7 +544,9 @@ fn from_cu_uuid(uuid: &CUuuid) -> GpuUuid {
 }
 
 fn to_cu_uuid(uuid: GpuUuid) -> CUuuid {
-    CUuuid { bytes: uuid.0.map(|byte| c_char::from_ne_bytes(byte.to_ne_bytes())) }
+    CUuuid {
+        bytes: uuid.0.map(|byte| c_char::from_ne_bytes(byte.to_ne_bytes())),
+    }
 }
 
 /// A pid as the driver takes it. Linux pids end at 2^22, so this does not saturate.
@@ -479,7 +588,9 @@ impl fmt::Debug for GpuUuid {
 
 /// Not a UUID of the form `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx` (the `GPU-` may be left out).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a GPU UUID; expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx as nvidia-smi -L prints it")]
+#[error(
+    "{0:?} is not a GPU UUID; expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx as nvidia-smi -L prints it"
+)]
 pub struct BadGpuUuid(pub String);
 
 impl std::str::FromStr for GpuUuid {
@@ -493,7 +604,9 @@ impl std::str::FromStr for GpuUuid {
             return Err(bad());
         }
         let digits: String = groups.concat();
-        let value = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.bytes().all(|b| b.is_ascii_hexdigit()));
+        let value = u128::from_str_radix(&digits, 16)
+            .ok()
+            .filter(|_| digits.bytes().all(|b| b.is_ascii_hexdigit()));
         value.map(|value| Self(value.to_be_bytes())).ok_or_else(bad)
     }
 }

@@ -71,7 +71,11 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`DriverError::Pin`] when the memory cannot be had or cannot be pinned.
-    pub fn new(count: usize, buffer_len: usize, driver: Option<&Arc<Driver>>) -> Result<Self, DriverError> {
+    pub fn new(
+        count: usize,
+        buffer_len: usize,
+        driver: Option<&Arc<Driver>>,
+    ) -> Result<Self, DriverError> {
         let len = count.saturating_mul(buffer_len).max(1);
         let region = Region::new(len, driver)?;
         Ok(Self {
@@ -79,7 +83,10 @@ impl BufferPool {
                 region,
                 count,
                 buffer_len,
-                free: Mutex::new(Free { indices: (0..count).rev().collect(), closed: false }),
+                free: Mutex::new(Free {
+                    indices: (0..count).rev().collect(),
+                    closed: false,
+                }),
                 returned: Condvar::new(),
             }),
         })
@@ -97,9 +104,19 @@ impl BufferPool {
                 return Err(PoolClosed);
             }
             if let Some(index) = free.indices.pop() {
-                return Ok((PoolBuf { inner: Arc::clone(&self.inner), index }, started.elapsed()));
+                return Ok((
+                    PoolBuf {
+                        inner: Arc::clone(&self.inner),
+                        index,
+                    },
+                    started.elapsed(),
+                ));
             }
-            free = self.inner.returned.wait(free).unwrap_or_else(PoisonError::into_inner);
+            free = self
+                .inner
+                .returned
+                .wait(free)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -109,7 +126,10 @@ impl BufferPool {
         if free.closed {
             return None;
         }
-        free.indices.pop().map(|index| PoolBuf { inner: Arc::clone(&self.inner), index })
+        free.indices.pop().map(|index| PoolBuf {
+            inner: Arc::clone(&self.inner),
+            index,
+        })
     }
 
     /// Ends every wait, now and later.
@@ -143,7 +163,12 @@ impl Inner {
 impl PoolBuf {
     fn start(&self) -> NonNull<u8> {
         // SAFETY: index < count, so the offset is inside the one allocation of count * buffer_len bytes.
-        unsafe { self.inner.region.base.add(self.index * self.inner.buffer_len) }
+        unsafe {
+            self.inner
+                .region
+                .base
+                .add(self.index * self.inner.buffer_len)
+        }
     }
 
     /// Address of the first byte, for the driver.
@@ -180,15 +205,28 @@ impl Region {
     fn new(len: usize, driver: Option<&Arc<Driver>>) -> Result<Self, DriverError> {
         let no_memory = || DriverError::Pin {
             len,
-            source: Box::new(DriverError::Call { call: "malloc", code: super::DriverCode::OUT_OF_MEMORY, name: "host memory".to_owned() }),
+            source: Box::new(DriverError::Call {
+                call: "malloc",
+                code: super::DriverCode::OUT_OF_MEMORY,
+                name: "host memory".to_owned(),
+            }),
         };
-        let layout = Layout::from_size_align(len, REGION_ALIGN).ok().ok_or_else(no_memory)?;
+        let layout = Layout::from_size_align(len, REGION_ALIGN)
+            .ok()
+            .ok_or_else(no_memory)?;
         // SAFETY: the layout has a length of at least 1.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(no_memory)?;
-        let mut region = Self { base, layout, registered_with: None };
+        let mut region = Self {
+            base,
+            layout,
+            registered_with: None,
+        };
         region.touch();
         if let Some(driver) = driver {
-            region.register(driver).map_err(|source| DriverError::Pin { len, source: Box::new(source) })?;
+            region.register(driver).map_err(|source| DriverError::Pin {
+                len,
+                source: Box::new(source),
+            })?;
         }
         Ok(region)
     }
@@ -205,7 +243,9 @@ impl Region {
         driver.make_current(0)?;
         let address = self.base.as_ptr().cast::<c_void>();
         // SAFETY: the range is our own allocation, and stays until `drop` has unregistered it.
-        driver.check("cuMemHostRegister", unsafe { (driver.api.mem_host_register)(address, self.layout.size(), REGISTER_PORTABLE) })?;
+        driver.check("cuMemHostRegister", unsafe {
+            (driver.api.mem_host_register)(address, self.layout.size(), REGISTER_PORTABLE)
+        })?;
         self.registered_with = Some(Arc::clone(driver));
         Ok(())
     }
@@ -216,10 +256,15 @@ impl Drop for Region {
         if let Some(driver) = self.registered_with.take() {
             let address = self.base.as_ptr().cast::<c_void>();
             // SAFETY: registered by us, once. No copy is under way: every buffer is back, and a buffer under a copy is owned by a CopyQueue.
-            let code = driver.make_current(0).map(|()| unsafe { (driver.api.mem_host_unregister)(address) });
+            let code = driver
+                .make_current(0)
+                .map(|()| unsafe { (driver.api.mem_host_unregister)(address) });
             if !matches!(code, Ok(0)) {
                 // Memory that the driver still knows must not go back to the allocator.
-                tracing::warn!(?code, "cannot unpin the ring; its memory is kept until exit");
+                tracing::warn!(
+                    ?code,
+                    "cannot unpin the ring; its memory is kept until exit"
+                );
                 return;
             }
         }

@@ -14,8 +14,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys::{
-    CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo, CUcheckpointGpuPair, CUcheckpointLockArgs, CUcheckpointOperationHandle,
-    CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUcontext, CUdeviceptr, CUstream,
+    CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo, CUcheckpointGpuPair,
+    CUcheckpointLockArgs, CUcheckpointOperationHandle, CUcheckpointRestoreArgs,
+    CUcheckpointUnlockArgs, CUcontext, CUdeviceptr, CUstream,
 };
 
 use super::{Driver, DriverError, GpuUuid, ProcessState, raw_pid, to_cu_uuid};
@@ -108,7 +109,10 @@ impl RunningProcess {
     /// [`DriverError::WrongState`] when it does not run; whatever [`Driver::state`] answers.
     pub fn attach(driver: &Arc<Driver>, pid: u32) -> Result<Self, DriverError> {
         expect_state(driver, pid, ProcessState::Running)?;
-        Ok(Self { driver: Arc::clone(driver), pid })
+        Ok(Self {
+            driver: Arc::clone(driver),
+            pid,
+        })
     }
 
     /// Locks: waits until no driver call of the target is under way, and blocks its next one. `timeout` is rounded up to a whole millisecond and is at least one: to the
@@ -117,12 +121,30 @@ impl RunningProcess {
     /// # Errors
     /// Whatever the driver answers; NOT_READY after the timeout. The target then still runs, as far as the driver's word goes.
     pub fn lock(self, timeout: Duration) -> Result<LockedProcess, DriverError> {
-        let lock = self.driver.api.process_lock.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessLock" })?;
-        let timeout_ms = c_uint::try_from(timeout.as_micros().div_ceil(1000)).unwrap_or(c_uint::MAX).max(1);
-        let mut args = CUcheckpointLockArgs { timeoutMs: timeout_ms, reserved0: 0, reserved1: [0; 7] };
+        let lock = self
+            .driver
+            .api
+            .process_lock
+            .ok_or(DriverError::LibraryTooOld {
+                missing: "cuCheckpointProcessLock",
+            })?;
+        let timeout_ms = c_uint::try_from(timeout.as_micros().div_ceil(1000))
+            .unwrap_or(c_uint::MAX)
+            .max(1);
+        let mut args = CUcheckpointLockArgs {
+            timeoutMs: timeout_ms,
+            reserved0: 0,
+            reserved1: [0; 7],
+        };
         // SAFETY: the argument struct is valid for the call and its reserved fields are zero.
-        self.driver.check("cuCheckpointProcessLock", unsafe { lock(raw_pid(self.pid), &raw mut args) })?;
-        Ok(LockedProcess { driver: self.driver, pid: self.pid, guard: true })
+        self.driver.check("cuCheckpointProcessLock", unsafe {
+            lock(raw_pid(self.pid), &raw mut args)
+        })?;
+        Ok(LockedProcess {
+            driver: self.driver,
+            pid: self.pid,
+            guard: true,
+        })
     }
 }
 
@@ -135,7 +157,12 @@ impl LockedProcess {
     pub fn begin_checkpoint(mut self) -> Result<CheckpointingProcess, BeginError> {
         self.guard = false;
         match self.map_out() {
-            Ok((handle, extents)) => Ok(CheckpointingProcess { driver: Arc::clone(&self.driver), pid: self.pid, handle, extents }),
+            Ok((handle, extents)) => Ok(CheckpointingProcess {
+                driver: Arc::clone(&self.driver),
+                pid: self.pid,
+                handle,
+                extents,
+            }),
             Err(source) => {
                 let state = self.driver.state(self.pid);
                 let pid = self.pid;
@@ -143,7 +170,12 @@ impl LockedProcess {
                     self.guard = true;
                     self
                 });
-                Err(BeginError { pid, state, locked, source })
+                Err(BeginError {
+                    pid,
+                    state,
+                    locked,
+                    source,
+                })
             }
         }
     }
@@ -159,18 +191,37 @@ impl LockedProcess {
     }
 
     fn unlock_now(&self) -> Result<(), DriverError> {
-        let unlock = self.driver.api.process_unlock.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessUnlock" })?;
+        let unlock = self
+            .driver
+            .api
+            .process_unlock
+            .ok_or(DriverError::LibraryTooOld {
+                missing: "cuCheckpointProcessUnlock",
+            })?;
         let mut args = CUcheckpointUnlockArgs { reserved: [0; 8] };
         // SAFETY: the argument struct is valid for the call and all zero.
-        self.driver.check("cuCheckpointProcessUnlock", unsafe { unlock(raw_pid(self.pid), &raw mut args) })
+        self.driver.check("cuCheckpointProcessUnlock", unsafe {
+            unlock(raw_pid(self.pid), &raw mut args)
+        })
     }
 
     fn map_out(&self) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
-        let checkpoint = self.driver.api.process_checkpoint.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessCheckpoint" })?;
+        let checkpoint = self
+            .driver
+            .api
+            .process_checkpoint
+            .ok_or(DriverError::LibraryTooOld {
+                missing: "cuCheckpointProcessCheckpoint",
+            })?;
         let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
-        let mut args = CUcheckpointCheckpointArgs { customStorageInfo_out: &raw mut info, reserved: [0; 56] };
+        let mut args = CUcheckpointCheckpointArgs {
+            customStorageInfo_out: &raw mut info,
+            reserved: [0; 56],
+        };
         // SAFETY: the argument struct and the pointer that it holds are valid for the call; reserved bytes are zero.
-        self.driver.check("cuCheckpointProcessCheckpoint", unsafe { checkpoint(raw_pid(self.pid), &raw mut args) })?;
+        self.driver.check("cuCheckpointProcessCheckpoint", unsafe {
+            checkpoint(raw_pid(self.pid), &raw mut args)
+        })?;
         read_extents(&self.driver, info)
     }
 }
@@ -212,7 +263,10 @@ impl CheckpointedProcess {
     /// [`DriverError::WrongState`] when it is not CHECKPOINTED; whatever [`Driver::state`] answers.
     pub fn attach(driver: &Arc<Driver>, pid: u32) -> Result<Self, DriverError> {
         expect_state(driver, pid, ProcessState::Checkpointed)?;
-        Ok(Self { driver: Arc::clone(driver), pid })
+        Ok(Self {
+            driver: Arc::clone(driver),
+            pid,
+        })
     }
 
     /// The driver gives the target new GPU memory and maps it into this process. `pairs` (stored GPU, present GPU) is empty when
@@ -220,22 +274,47 @@ impl CheckpointedProcess {
     ///
     /// # Errors
     /// Whatever the driver answers. The target is then to be ended.
-    pub fn begin_restore(self, pairs: &[(GpuUuid, GpuUuid)]) -> Result<RestoringProcess, DriverError> {
-        let restore = self.driver.api.process_restore.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointProcessRestore" })?;
-        let mut raw_pairs: Vec<CUcheckpointGpuPair> =
-            pairs.iter().map(|&(old, new)| CUcheckpointGpuPair { oldUuid: to_cu_uuid(old), newUuid: to_cu_uuid(new) }).collect();
+    pub fn begin_restore(
+        self,
+        pairs: &[(GpuUuid, GpuUuid)],
+    ) -> Result<RestoringProcess, DriverError> {
+        let restore = self
+            .driver
+            .api
+            .process_restore
+            .ok_or(DriverError::LibraryTooOld {
+                missing: "cuCheckpointProcessRestore",
+            })?;
+        let mut raw_pairs: Vec<CUcheckpointGpuPair> = pairs
+            .iter()
+            .map(|&(old, new)| CUcheckpointGpuPair {
+                oldUuid: to_cu_uuid(old),
+                newUuid: to_cu_uuid(new),
+            })
+            .collect();
         let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
         let mut args = CUcheckpointRestoreArgs {
-            gpuPairs: if raw_pairs.is_empty() { std::ptr::null_mut() } else { raw_pairs.as_mut_ptr() },
+            gpuPairs: if raw_pairs.is_empty() {
+                std::ptr::null_mut()
+            } else {
+                raw_pairs.as_mut_ptr()
+            },
             gpuPairsCount: c_uint::try_from(raw_pairs.len()).unwrap_or(c_uint::MAX),
             padding0: 0,
             customStorageInfo_out: &raw mut info,
             reserved: [0; 40],
         };
         // SAFETY: the argument struct, the pairs and the out pointer are valid for the call; padding and reserved bytes are zero.
-        self.driver.check("cuCheckpointProcessRestore", unsafe { restore(raw_pid(self.pid), &raw mut args) })?;
+        self.driver.check("cuCheckpointProcessRestore", unsafe {
+            restore(raw_pid(self.pid), &raw mut args)
+        })?;
         let (handle, extents) = read_extents(&self.driver, info)?;
-        Ok(RestoringProcess { driver: self.driver, pid: self.pid, handle, extents })
+        Ok(RestoringProcess {
+            driver: self.driver,
+            pid: self.pid,
+            handle,
+            extents,
+        })
     }
 }
 
@@ -252,27 +331,49 @@ impl RestoringProcess {
     pub fn complete(self) -> Result<LockedProcess, DriverError> {
         complete_operation(&self.driver, &self.handle)?;
         expect_state(&self.driver, self.pid, ProcessState::Locked)?;
-        Ok(LockedProcess { driver: self.driver, pid: self.pid, guard: true })
+        Ok(LockedProcess {
+            driver: self.driver,
+            pid: self.pid,
+            guard: true,
+        })
     }
 }
 
 fn expect_state(driver: &Driver, pid: u32, needed: ProcessState) -> Result<(), DriverError> {
     let found = driver.state(pid)?;
-    if found == needed { Ok(()) } else { Err(DriverError::WrongState { pid, found, needed }) }
+    if found == needed {
+        Ok(())
+    } else {
+        Err(DriverError::WrongState { pid, found, needed })
+    }
 }
 
 fn complete_operation(driver: &Driver, handle: &OperationHandle) -> Result<(), DriverError> {
-    let complete = driver.api.operation_complete.ok_or(DriverError::LibraryTooOld { missing: "cuCheckpointOperationComplete" })?;
+    let complete = driver
+        .api
+        .operation_complete
+        .ok_or(DriverError::LibraryTooOld {
+            missing: "cuCheckpointOperationComplete",
+        })?;
     // SAFETY: the handle came from the driver for this operation, in this process; the callers consume the operation, so it is used once.
-    driver.check("cuCheckpointOperationComplete", unsafe { complete(handle.0) })
+    driver.check("cuCheckpointOperationComplete", unsafe {
+        complete(handle.0)
+    })
 }
 
 /// Copies what we need out of the struct that the driver allocated, and finds each extent's GPU from its stream: the driver gives no order.
-fn read_extents(driver: &Driver, info: *const CUcheckpointCustomStorageInfo) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
+fn read_extents(
+    driver: &Driver,
+    info: *const CUcheckpointCustomStorageInfo,
+) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
     // SAFETY: after success the driver has stored a pointer to a struct of its own, valid until the operation completes.
     let Some(info) = (unsafe { info.as_ref() }) else {
         let name = "success, but no custom storage info".to_owned();
-        return Err(DriverError::Call { call: "cuCheckpointProcessCheckpoint", code: super::DriverCode(0), name });
+        return Err(DriverError::Call {
+            call: "cuCheckpointProcessCheckpoint",
+            code: super::DriverCode(0),
+            name,
+        });
     };
     let count = info.deviceCount as usize;
     let mut extents = Vec::with_capacity(count);
@@ -285,14 +386,29 @@ fn read_extents(driver: &Driver, info: *const CUcheckpointCustomStorageInfo) -> 
         }
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: the stream came from the driver and the out pointer is valid for the call.
-        driver.check("cuStreamGetCtx", unsafe { (driver.api.stream_get_ctx)(entry.stream, &raw mut context) })?;
-        let device = driver.device_of(context).ok_or(DriverError::UnknownDevice { len })?;
+        driver.check("cuStreamGetCtx", unsafe {
+            (driver.api.stream_get_ctx)(entry.stream, &raw mut context)
+        })?;
+        let device = driver
+            .device_of(context)
+            .ok_or(DriverError::UnknownDevice { len })?;
         let uuid = driver.devices()[device].uuid;
-        extents.push(Extent { device, uuid, len, base: entry.devPtr, stream: entry.stream });
+        extents.push(Extent {
+            device,
+            uuid,
+            len,
+            base: entry.devPtr,
+            stream: entry.stream,
+        });
     }
     extents.sort_by_key(|extent| extent.device);
-    if let Some(pair) = extents.windows(2).find(|pair| pair[0].device == pair[1].device) {
-        return Err(DriverError::TwoExtents { device: pair[0].uuid });
+    if let Some(pair) = extents
+        .windows(2)
+        .find(|pair| pair[0].device == pair[1].device)
+    {
+        return Err(DriverError::TwoExtents {
+            device: pair[0].uuid,
+        });
     }
     Ok((OperationHandle(info.handle), extents))
 }

@@ -9,9 +9,10 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::{align_of, offset_of, size_of};
 
 use cudarc::driver::sys::{
-    self, CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo, CUcheckpointCustomStoragePerDeviceData, CUcheckpointGpuPair,
-    CUcheckpointLockArgs, CUcheckpointOperationHandle, CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUcontext, CUdevice, CUdeviceptr,
-    CUevent, CUstream, CUuuid,
+    self, CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo,
+    CUcheckpointCustomStoragePerDeviceData, CUcheckpointGpuPair, CUcheckpointLockArgs,
+    CUcheckpointOperationHandle, CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUcontext,
+    CUdevice, CUdeviceptr, CUevent, CUstream, CUuuid,
 };
 
 use super::DriverError;
@@ -55,7 +56,8 @@ const _: () = {
     assert!(size_of::<CUdeviceptr>() == 8);
 };
 
-type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_uint) -> RawResult;
+type GetProcAddress =
+    unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_uint) -> RawResult;
 
 macro_rules! api {
     (
@@ -160,7 +162,9 @@ impl Api {
         let get = unsafe { library.get::<GetProcAddress>(b"cuGetProcAddress_v2\0") };
         match get {
             Ok(get) => Self::resolve(*get),
-            Err(_absent) => Err(DriverError::LibraryTooOld { missing: "cuGetProcAddress_v2" }),
+            Err(_absent) => Err(DriverError::LibraryTooOld {
+                missing: "cuGetProcAddress_v2",
+            }),
         }
     }
 }
@@ -171,7 +175,15 @@ fn lookup(get: GetProcAddress, symbol: &CStr, versions: &[c_int]) -> Option<*mut
         let mut address: *mut c_void = std::ptr::null_mut();
         let mut status: c_uint = 0;
         // SAFETY: `symbol` is a C string, both out pointers are valid for the call, flags 0 is the default search.
-        let code = unsafe { get(symbol.as_ptr(), &raw mut address, version, 0, &raw mut status) };
+        let code = unsafe {
+            get(
+                symbol.as_ptr(),
+                &raw mut address,
+                version,
+                0,
+                &raw mut status,
+            )
+        };
         (code == 0 && !address.is_null()).then_some(address)
     })
 }

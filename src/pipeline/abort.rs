@@ -21,7 +21,11 @@ pub(super) struct Abort {
 impl Abort {
     /// An abort switch that closes these pools and cancels this token.
     pub(super) fn new(pools: Vec<BufferPool>, token: CancellationToken) -> Self {
-        Self { first: Mutex::new(None), token, pools }
+        Self {
+            first: Mutex::new(None),
+            token,
+            pools,
+        }
     }
 
     /// Stops the run. Only the first error is kept: later ones are its consequences.
@@ -53,17 +57,28 @@ impl Abort {
     }
 
     /// Runs a stage; its error or panic stops the run.
-    pub(super) fn guard(&self, stage: &'static str, work: impl FnOnce() -> Result<(), PipelineError>) {
+    pub(super) fn guard(
+        &self,
+        stage: &'static str,
+        work: impl FnOnce() -> Result<(), PipelineError>,
+    ) {
         match catch_unwind(AssertUnwindSafe(work)) {
             Ok(Ok(())) => {}
             Ok(Err(error)) => self.fail(error),
-            Err(panic) => self.fail(PipelineError::Panic { stage, message: panic_message(panic.as_ref()) }),
+            Err(panic) => self.fail(PipelineError::Panic {
+                stage,
+                message: panic_message(panic.as_ref()),
+            }),
         }
     }
 
     /// The outcome, after every stage has ended: the first error, or `Cancelled` when the token was cancelled from outside.
     pub(super) fn result(&self) -> Result<(), PipelineError> {
-        let first = self.first.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let first = self
+            .first
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         match first {
             Some(error) => Err(error),
             None if self.token.is_cancelled() => Err(PipelineError::Cancelled),
@@ -74,6 +89,9 @@ impl Abort {
 
 /// What a panic said.
 pub(super) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message").to_owned()
 }

@@ -39,23 +39,39 @@ pub(super) struct CopyLane<'a> {
 
 impl CopyLane<'_> {
     /// Copies a whole extent out, in order. At least two copies are under way whenever two ring buffers are free.
-    pub(super) fn copy_out(&self, mut queue: CopyQueue, extent: Extent, out: &Sender<RawChunk>) -> Result<(), PipelineError> {
+    pub(super) fn copy_out(
+        &self,
+        mut queue: CopyQueue,
+        extent: Extent,
+        out: &Sender<RawChunk>,
+    ) -> Result<(), PipelineError> {
         queue.bind(extent)?;
         let count = self.chunks.count();
         let mut next = 0;
         while next < count || !queue.is_empty() {
             while next < count && queue.has_room() {
-                let Some(buffer) = self.next_buffer(queue.is_empty())? else { break };
+                let Some(buffer) = self.next_buffer(queue.is_empty())? else {
+                    break;
+                };
                 let (offset, len) = self.place(next);
                 queue.copy_out(buffer, offset, len)?;
                 next += 1;
             }
             let started = Instant::now();
-            let Some(copied) = queue.wait_oldest()? else { continue };
+            let Some(copied) = queue.wait_oldest()? else {
+                continue;
+            };
             self.gauge.busy(copied.len as u64, started.elapsed());
-            self.meter.first.fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
+            self.meter
+                .first
+                .fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
             let index = copied.offset / self.chunk_len;
-            let chunk = RawChunk { lane: self.lane, index, buffer: copied.buffer, len: copied.len };
+            let chunk = RawChunk {
+                lane: self.lane,
+                index,
+                buffer: copied.buffer,
+                len: copied.len,
+            };
             if out.send(chunk).is_err() {
                 return Err(PipelineError::Cancelled);
             }
@@ -102,7 +118,9 @@ impl CopyLane<'_> {
             let started = Instant::now();
             if let Some(copied) = queue.wait_oldest()? {
                 self.gauge.busy(copied.len as u64, started.elapsed());
-                self.meter.third.fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
+                self.meter
+                    .third
+                    .fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
             }
         }
         queue.finish()?;
@@ -117,7 +135,10 @@ impl CopyLane<'_> {
         if !must_have {
             return Ok(None);
         }
-        let (buffer, waited) = self.ring.acquire().map_err(|_closed| PipelineError::Cancelled)?;
+        let (buffer, waited) = self
+            .ring
+            .acquire()
+            .map_err(|_closed| PipelineError::Cancelled)?;
         self.gauge.blocked(waited);
         Ok(Some(buffer))
     }

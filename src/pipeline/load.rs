@@ -13,7 +13,7 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, Occupancy, slowest};
+use super::gauge::{Gauge, Wire, settle};
 use super::save::{ChunkSender, spawn};
 use super::transfer::task_panicked;
 use crate::codec::Decoder;
@@ -95,11 +95,15 @@ pub struct Loaded {
 ///
 /// # Errors
 /// The first [`PipelineError`] of any stage, after all threads and tasks have ended.
-pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destination<'_>) -> Result<Loaded, PipelineError> {
+pub fn load(
+    lanes: &[LoadLane],
+    resources: LoadResources,
+    destination: Destination<'_>,
+) -> Result<Loaded, PipelineError> {
     let mut pools = vec![resources.fetch_buffers.clone()];
     pools.extend(lanes.iter().map(|lane| lane.ring.clone()));
     let abort = Arc::new(Abort::new(pools, resources.cancel.child_token()));
-    let fetch_gauge = Arc::new(Gauge::new("download", 1));
+    let wire = Arc::new(Wire::new("download", resources.fetch_buffers.count()));
     let code_gauge = Gauge::new("decompress", resources.decoders.len());
     let copy_gauge = Gauge::new("copy", lanes.len());
     let (queues, begin) = match destination {
@@ -112,12 +116,12 @@ pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destinati
         store: Arc::clone(&resources.store),
         runtime: resources.runtime.clone(),
         buffers: resources.fetch_buffers.clone(),
-        occupancy: Arc::new(Occupancy::new(resources.fetch_buffers.count())),
-        gauge: Arc::clone(&fetch_gauge),
+        wire: Arc::clone(&wire),
         meter: Arc::clone(&resources.meter),
         abort: Arc::clone(&abort),
     };
-    let (lane_outs, lane_ins): (Vec<ChunkSender>, Vec<Receiver<RawChunk>>) = lanes.iter().map(|_| unbounded()).unzip();
+    let (lane_outs, lane_ins): (Vec<ChunkSender>, Vec<Receiver<RawChunk>>) =
+        lanes.iter().map(|_| unbounded()).unzip();
     let to_gpus = begin.is_some();
     std::thread::scope(|scope| {
         let (extent_outs, primed_in) = if to_gpus {
@@ -126,15 +130,23 @@ pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destinati
             (Vec::new(), crossbeam_channel::never())
         };
         for (index, decoder) in resources.decoders.into_iter().enumerate() {
-            let outs = if to_gpus { lane_outs.clone() } else { Vec::new() };
+            let outs = if to_gpus {
+                lane_outs.clone()
+            } else {
+                Vec::new()
+            };
             let (abort, gauge, jobs_in) = (&*abort, &code_gauge, jobs_in.clone());
             spawn(scope, format!("decompress-{index}"), move || {
-                abort.guard("decompress", || decode_all(decoder, lanes, &jobs_in, &outs, gauge));
+                abort.guard("decompress", || {
+                    decode_all(decoder, lanes, &jobs_in, &outs, gauge)
+                });
             });
         }
         drop((jobs_in, lane_outs));
         let feeder_abort = &*abort;
-        spawn(scope, "fetch".to_owned(), move || feeder_abort.guard("download", || fetcher.run(lanes, jobs_out)));
+        spawn(scope, "fetch".to_owned(), move || {
+            feeder_abort.guard("download", || fetcher.run(lanes, jobs_out))
+        });
 
         if let Some(begin) = begin
             && primed_in.recv().is_ok()
@@ -143,7 +155,11 @@ pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destinati
             abort.guard("begin", || {
                 let extents = begin()?;
                 if extents.len() != extent_outs.len() {
-                    let what = format!("the driver gave {} extents for {} stored ones", extents.len(), extent_outs.len());
+                    let what = format!(
+                        "the driver gave {} extents for {} stored ones",
+                        extents.len(),
+                        extent_outs.len()
+                    );
                     return Err(PipelineError::Extents { what });
                 }
                 for (out, extent) in extent_outs.iter().zip(extents) {
@@ -156,12 +172,15 @@ pub fn load(lanes: &[LoadLane], resources: LoadResources, destination: Destinati
     });
     abort.result()?;
 
-    let mut stages = vec![fetch_gauge.outcome(), code_gauge.outcome()];
+    let mut accounts = vec![wire.outcome(), code_gauge.outcome()];
     if to_gpus {
-        stages.push(copy_gauge.outcome());
+        accounts.push(copy_gauge.outcome());
     }
-    let slowest_stage = slowest(&stages);
-    Ok(Loaded { stages, slowest_stage })
+    let (stages, slowest_stage) = settle(accounts);
+    Ok(Loaded {
+        stages,
+        slowest_stage,
+    })
 }
 
 /// Starts one copy thread per lane. Returns where each one's extent goes, and where the first full ring is announced.
@@ -182,7 +201,14 @@ fn spawn_copiers<'scope, 'env>(
         spawn(scope, format!("copy-{index}"), move || {
             abort.guard("copy", || {
                 let chunks = Chunks::new(lane.raw_len, lane.chunk_len);
-                let copy = CopyLane { lane: index, chunks, chunk_len: lane.chunk_len, ring: &lane.ring, meter: &lane.meter, gauge };
+                let copy = CopyLane {
+                    lane: index,
+                    chunks,
+                    chunk_len: lane.chunk_len,
+                    ring: &lane.ring,
+                    meter: &lane.meter,
+                    gauge,
+                };
                 copy.copy_in(queue, &input, &primed_out, &extent_in)
             });
         });
@@ -211,18 +237,35 @@ fn decode_all(
         let Ok(job) = jobs.recv() else { return Ok(()) };
         gauge.starved(idle.elapsed());
         let lane = &lanes[job.lane];
-        let (mut buffer, waited) = lane.ring.acquire().map_err(|_closed| PipelineError::Cancelled)?;
+        let (mut buffer, waited) = lane
+            .ring
+            .acquire()
+            .map_err(|_closed| PipelineError::Cancelled)?;
         gauge.blocked(waited);
         let started = Instant::now();
         let len = job.frame.raw_len as usize;
         decoder
-            .decode(&job.fetched[job.bytes.clone()], job.frame.digest, &mut buffer[..len])
-            .map_err(|source| PipelineError::Frame { key: lane.key.to_string(), chunk: job.frame.index, source })?;
+            .decode(
+                &job.fetched[job.bytes.clone()],
+                job.frame.digest,
+                &mut buffer[..len],
+            )
+            .map_err(|source| PipelineError::Frame {
+                key: lane.key.to_string(),
+                chunk: job.frame.index,
+                source,
+            })?;
         gauge.busy(len as u64, started.elapsed());
         lane.meter.second.fetch_add(len as u64, Ordering::Relaxed);
         if let Some(out) = outs.get(job.lane) {
-            let chunk = RawChunk { lane: job.lane, index: job.frame.index, buffer, len };
-            out.send(chunk).map_err(|_closed| PipelineError::Cancelled)?;
+            let chunk = RawChunk {
+                lane: job.lane,
+                index: job.frame.index,
+                buffer,
+                len,
+            };
+            out.send(chunk)
+                .map_err(|_closed| PipelineError::Cancelled)?;
         }
     }
 }
@@ -233,8 +276,7 @@ struct Fetcher {
     store: Arc<dyn Store>,
     runtime: tokio::runtime::Handle,
     buffers: BufferPool,
-    occupancy: Arc<Occupancy>,
-    gauge: Arc<Gauge>,
+    wire: Arc<Wire>,
     meter: Arc<Meter>,
     abort: Arc<Abort>,
 }
@@ -242,7 +284,6 @@ struct Fetcher {
 impl Fetcher {
     /// Starts a task per group as buffers come free, and joins them all.
     fn run(&self, lanes: &[LoadLane], jobs: Sender<DecodeJob>) -> Result<(), PipelineError> {
-        let started = Instant::now();
         let mut tasks = tokio::task::JoinSet::new();
         let mut outcome = Ok(());
         for (lane, group) in self.in_turn(lanes) {
@@ -250,7 +291,10 @@ impl Fetcher {
                 outcome = Err(PipelineError::Cancelled);
                 break;
             };
-            tasks.spawn_on(self.fetch(lane, &lanes[lane], group, buffer, jobs.clone()), &self.runtime);
+            tasks.spawn_on(
+                self.fetch(lane, &lanes[lane], group, buffer, jobs.clone()),
+                &self.runtime,
+            );
         }
         drop(jobs);
         self.runtime.block_on(async {
@@ -262,15 +306,14 @@ impl Fetcher {
                 }
             }
         });
-        // Few ranges on the wire: the buffers are full of frames that wait for the decompressors.
-        let waited = self.occupancy.waited();
-        self.gauge.blocked(waited);
-        self.gauge.busy(0, started.elapsed().saturating_sub(waited));
         outcome
     }
 
     /// The groups of all lanes, one of each lane in turn, so that every GPU is fed from the start.
-    fn in_turn<'a>(&self, lanes: &'a [LoadLane]) -> impl Iterator<Item = (usize, FetchGroup)> + use<'a> {
+    fn in_turn<'a>(
+        &self,
+        lanes: &'a [LoadLane],
+    ) -> impl Iterator<Item = (usize, FetchGroup)> + use<'a> {
         let fetch_len_max = self.buffers.buffer_len() as u64;
         let mut queues: VecDeque<_> = lanes
             .iter()
@@ -301,32 +344,42 @@ impl Fetcher {
     ) -> impl Future<Output = Result<(), PipelineError>> + Send + use<> {
         let (store, abort) = (Arc::clone(&self.store), Arc::clone(&self.abort));
         let (meter, lane_meter) = (Arc::clone(&self.meter), Arc::clone(&lane.meter));
-        let (gauge, occupancy) = (Arc::clone(&self.gauge), Arc::clone(&self.occupancy));
+        let wire = Arc::clone(&self.wire);
         let (key, etag) = (lane.key.clone(), lane.etag.clone());
         let frames = lane.frames[group.frames.clone()].to_vec();
         async move {
             let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
-            occupancy.enter();
+            wire.enter();
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let read = tokio::select! {
                 read = store.get_range(&key, group.bytes.clone(), etag.as_deref(), &mut buffer[..len]) => Some(read),
                 () = abort.token().cancelled() => None,
             };
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
-            occupancy.leave();
+            wire.leave(if matches!(read, Some(Ok(()))) {
+                len as u64
+            } else {
+                0
+            });
             match read {
                 None => return Err(PipelineError::Cancelled),
                 Some(read) => read?,
             }
-            gauge.busy(len as u64, std::time::Duration::ZERO);
             lane_meter.stored.fetch_add(len as u64, Ordering::Relaxed);
             let fetched = Arc::new(buffer);
             let mut start = 0;
             for frame in frames {
                 let bytes = start..start + frame.stored_len as usize;
                 start = bytes.end;
-                lane_meter.first.fetch_add(u64::from(frame.raw_len), Ordering::Relaxed);
-                let job = DecodeJob { lane: index, frame, fetched: Arc::clone(&fetched), bytes };
+                lane_meter
+                    .first
+                    .fetch_add(u64::from(frame.raw_len), Ordering::Relaxed);
+                let job = DecodeJob {
+                    lane: index,
+                    frame,
+                    fetched: Arc::clone(&fetched),
+                    bytes,
+                };
                 jobs.send(job).map_err(|_closed| PipelineError::Cancelled)?;
             }
             Ok(())

@@ -93,7 +93,12 @@ impl AsRef<[u8]> for Filled {
 
 impl Packer {
     /// A packer for the object of an extent, whose `table` is still empty.
-    pub(super) fn new(lane: usize, table: FrameTable, part_buffers: BufferPool, out: UnboundedSender<PartJob>) -> Self {
+    pub(super) fn new(
+        lane: usize,
+        table: FrameTable,
+        part_buffers: BufferPool,
+        out: UnboundedSender<PartJob>,
+    ) -> Self {
         Self {
             lane,
             waiting: BTreeMap::new(),
@@ -109,12 +114,22 @@ impl Packer {
     }
 
     /// Takes a frame, and packs every frame whose turn it is. Returns how long it waited for part buffers.
-    pub(super) fn push(&mut self, index: u64, frame: PackedFrame) -> Result<Duration, PipelineError> {
+    pub(super) fn push(
+        &mut self,
+        index: u64,
+        frame: PackedFrame,
+    ) -> Result<Duration, PipelineError> {
         self.blocked = Duration::ZERO;
         self.waiting.insert(index, frame);
-        while let Some(PackedFrame { buffer, record }) = self.waiting.remove(&(self.table.frame_count() as u64)) {
-            self.table.push(record.stored_len, record.kind, record.digest);
-            self.append(&buffer[..record.stored_len as usize], u64::from(record.raw_len))?;
+        while let Some(PackedFrame { buffer, record }) =
+            self.waiting.remove(&(self.table.frame_count() as u64))
+        {
+            self.table
+                .push(record.stored_len, record.kind, record.digest);
+            self.append(
+                &buffer[..record.stored_len as usize],
+                u64::from(record.raw_len),
+            )?;
         }
         if self.table.is_complete() {
             self.append(&self.table.seek_table(), 0)?;
@@ -126,7 +141,11 @@ impl Packer {
     /// The object, once every frame was packed; `None` before.
     pub(super) fn finish(self) -> Option<PackedObject> {
         let whole = self.table.is_complete() && self.open.is_none();
-        whole.then_some(PackedObject { len: self.object_len, crc64: self.object_crc, table: self.table })
+        whole.then_some(PackedObject {
+            len: self.object_len,
+            crc64: self.object_crc,
+            table: self.table,
+        })
     }
 
     fn append(&mut self, mut bytes: &[u8], raw_len: u64) -> Result<(), PipelineError> {
@@ -134,16 +153,26 @@ impl Packer {
             let part = match &mut self.open {
                 Some(part) => part,
                 none => {
-                    let (buffer, waited) = self.part_buffers.acquire().map_err(|_closed| PipelineError::Cancelled)?;
+                    let (buffer, waited) = self
+                        .part_buffers
+                        .acquire()
+                        .map_err(|_closed| PipelineError::Cancelled)?;
                     self.blocked += waited;
-                    none.insert(OpenPart { buffer, len: 0, crc64: Crc64::of(&[]), raw_len: 0 })
+                    none.insert(OpenPart {
+                        buffer,
+                        len: 0,
+                        crc64: Crc64::of(&[]),
+                        raw_len: 0,
+                    })
                 }
             };
             let room = part.buffer.len() - part.len;
             let (piece, rest) = bytes.split_at(room.min(bytes.len()));
             let end = part.len + piece.len();
             part.buffer[part.len..end].copy_from_slice(piece);
-            part.crc64 = part.crc64.combine(Crc64::of(&part.buffer[part.len..end]), piece.len() as u64);
+            part.crc64 = part
+                .crc64
+                .combine(Crc64::of(&part.buffer[part.len..end]), piece.len() as u64);
             part.len = end;
             bytes = rest;
             if bytes.is_empty() {
@@ -157,17 +186,32 @@ impl Packer {
     }
 
     fn send_open_part(&mut self) -> Result<(), PipelineError> {
-        let Some(part) = self.open.take() else { return Ok(()) };
+        let Some(part) = self.open.take() else {
+            return Ok(());
+        };
         self.parts_sent += 1;
         let number = PartNumber::new(self.parts_sent).ok_or_else(|| PipelineError::Extents {
-            what: format!("the object needs more than 10,000 parts of {} bytes; set a larger store.part_size", part.buffer.len()),
+            what: format!(
+                "the object needs more than 10,000 parts of {} bytes; set a larger store.part_size",
+                part.buffer.len()
+            ),
         })?;
         self.object_len += part.len as u64;
         self.object_crc = self.object_crc.combine(part.crc64, part.len as u64);
         let crc64 = part.crc64.value();
-        let bytes = Bytes::from_owner(Filled { buffer: part.buffer, len: part.len });
-        let job = PartJob { lane: self.lane, number, body: PartBody::new(vec![bytes], crc64), raw_len: part.raw_len };
-        self.out.send(job).map_err(|_closed| PipelineError::Cancelled)
+        let bytes = Bytes::from_owner(Filled {
+            buffer: part.buffer,
+            len: part.len,
+        });
+        let job = PartJob {
+            lane: self.lane,
+            number,
+            body: PartBody::new(vec![bytes], crc64),
+            raw_len: part.raw_len,
+        };
+        self.out
+            .send(job)
+            .map_err(|_closed| PipelineError::Cancelled)
     }
 }
 
@@ -192,7 +236,9 @@ mod tests {
                 kind: FrameKind::Raw,
                 digest: Digest::of(&frames[index]),
             };
-            packer.push(index as u64, PackedFrame { buffer, record }).unwrap();
+            packer
+                .push(index as u64, PackedFrame { buffer, record })
+                .unwrap();
         }
         let object = packer.finish().expect("every frame was pushed");
         let mut sent = Vec::new();
@@ -207,7 +253,9 @@ mod tests {
 
     #[test]
     fn any_order_of_frames_gives_the_same_object_in_equal_parts() {
-        let frames: Vec<Vec<u8>> = (0..9_u8).map(|index| vec![index; 5 + 6 * usize::from(index)]).collect();
+        let frames: Vec<Vec<u8>> = (0..9_u8)
+            .map(|index| vec![index; 5 + 6 * usize::from(index)])
+            .collect();
         let (in_order, object) = pack(&frames, &[0, 1, 2, 3, 4, 5, 6, 7, 8], 32);
         let (mixed, other) = pack(&frames, &[8, 1, 0, 3, 2, 7, 6, 5, 4], 32);
         assert_eq!(in_order, mixed);
@@ -220,7 +268,14 @@ mod tests {
         let content = frames.concat();
         assert_eq!(bytes[..content.len()], content[..]);
         assert_eq!(bytes[content.len()..], object.table.seek_table()[..]);
-        assert!(object.table.digests.iter().zip(&frames).all(|(digest, frame)| *digest == Digest::of(frame)));
+        assert!(
+            object
+                .table
+                .digests
+                .iter()
+                .zip(&frames)
+                .all(|(digest, frame)| *digest == Digest::of(frame))
+        );
     }
 
     #[test]
@@ -229,7 +284,12 @@ mod tests {
         let pool = BufferPool::new(2, 64, None).unwrap();
         let mut packer = Packer::new(0, FrameTable::new(8, 4), pool.clone(), out);
         let (buffer, _) = pool.acquire().unwrap();
-        let record = FrameRecord { stored_len: 4, raw_len: 4, kind: FrameKind::Raw, digest: Digest::of(b"four") };
+        let record = FrameRecord {
+            stored_len: 4,
+            raw_len: 4,
+            kind: FrameKind::Raw,
+            digest: Digest::of(b"four"),
+        };
         packer.push(1, PackedFrame { buffer, record }).unwrap();
         assert!(packer.finish().is_none());
     }

@@ -10,7 +10,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, Occupancy, slowest};
+use super::gauge::{Gauge, Wire, settle};
 use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer};
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Crc64, Encoder};
@@ -92,25 +92,35 @@ pub struct SavedLane {
 /// # Errors
 /// The first [`PipelineError`] of any stage, after all threads and tasks have ended. The uploads are then open still: the caller aborts them.
 pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, PipelineError> {
-    let mut pools = vec![resources.frame_buffers.clone(), resources.part_buffers.clone()];
+    let mut pools = vec![
+        resources.frame_buffers.clone(),
+        resources.part_buffers.clone(),
+    ];
     pools.extend(lanes.iter().map(|lane| lane.ring.clone()));
-    let abort = Arc::new(Abort::new(pools, tokio_util::sync::CancellationToken::new()));
+    let abort = Arc::new(Abort::new(
+        pools,
+        tokio_util::sync::CancellationToken::new(),
+    ));
     let copy_gauge = Gauge::new("copy", lanes.len());
     let code_gauge = Gauge::new("compress", resources.encoders.len());
-    let upload_gauge = Arc::new(Gauge::new("upload", 1));
 
     let (parts_out, parts_in) = unbounded_channel();
     let targets: Vec<UploadTarget> = lanes
         .iter()
-        .map(|lane| UploadTarget { key: lane.key.clone(), upload: lane.upload.clone(), meter: Arc::clone(&lane.meter) })
+        .map(|lane| UploadTarget {
+            key: lane.key.clone(),
+            upload: lane.upload.clone(),
+            meter: Arc::clone(&lane.meter),
+        })
         .collect();
     let parallelism = resources.parallelism.max(1);
+    let spare_parts = resources.part_buffers.count().saturating_sub(lanes.len());
+    let wire = Arc::new(Wire::new("upload", parallelism.min(spare_parts)));
     let uploader = Uploader {
         store: Arc::clone(&resources.store),
         targets: targets.clone(),
         parallelism,
-        gauge: Arc::clone(&upload_gauge),
-        occupancy: Arc::new(Occupancy::new(parallelism.min(resources.part_buffers.count().saturating_sub(lanes.len())))),
+        wire: Arc::clone(&wire),
         meter: Arc::clone(&resources.meter),
         abort: Arc::clone(&abort),
     };
@@ -121,13 +131,23 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         .enumerate()
         .map(|(index, lane)| {
             let table = FrameTable::new(lane.extent.len, resources.chunk_len);
-            Mutex::new(Packer::new(index, table, resources.part_buffers.clone(), parts_out.clone()))
+            Mutex::new(Packer::new(
+                index,
+                table,
+                resources.part_buffers.clone(),
+                parts_out.clone(),
+            ))
         })
         .collect();
     drop(parts_out);
 
     let (chunks_out, chunks_in) = unbounded();
-    let compressors = Compressors { targets: &targets, packers: &packers, frame_buffers: &resources.frame_buffers, gauge: &code_gauge };
+    let compressors = Compressors {
+        targets: &targets,
+        packers: &packers,
+        frame_buffers: &resources.frame_buffers,
+        gauge: &code_gauge,
+    };
     std::thread::scope(|scope| {
         for (index, lane) in lanes.into_iter().enumerate() {
             let (abort, gauge, chunks_out) = (&*abort, &copy_gauge, chunks_out.clone());
@@ -135,7 +155,14 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
             spawn(scope, format!("copy-{}", lane.extent.device), move || {
                 abort.guard("copy", || {
                     let chunks = Chunks::new(lane.extent.len, chunk_len);
-                    let copy = CopyLane { lane: index, chunks, chunk_len, ring: &lane.ring, meter: &lane.meter, gauge };
+                    let copy = CopyLane {
+                        lane: index,
+                        chunks,
+                        chunk_len,
+                        ring: &lane.ring,
+                        meter: &lane.meter,
+                        gauge,
+                    };
                     copy.copy_out(lane.queue, lane.extent, &chunks_out)
                 });
             });
@@ -143,14 +170,23 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         drop(chunks_out);
         for (index, encoder) in resources.encoders.into_iter().enumerate() {
             let (abort, compressors, chunks_in) = (&*abort, &compressors, chunks_in.clone());
-            spawn(scope, format!("compress-{index}"), move || abort.guard("compress", || compressors.run(encoder, &chunks_in)));
+            spawn(scope, format!("compress-{index}"), move || {
+                abort.guard("compress", || compressors.run(encoder, &chunks_in))
+            });
         }
         drop(chunks_in);
     });
 
     // The packers hold the senders: the uploader ends when they are gone.
-    let objects: Vec<Option<PackedObject>> =
-        packers.into_iter().map(|packer| packer.into_inner().unwrap_or_else(PoisonError::into_inner).finish()).collect();
+    let objects: Vec<Option<PackedObject>> = packers
+        .into_iter()
+        .map(|packer| {
+            packer
+                .into_inner()
+                .unwrap_or_else(PoisonError::into_inner)
+                .finish()
+        })
+        .collect();
     let receipts = resources.runtime.block_on(uploads).unwrap_or_else(|error| {
         abort.fail(task_panicked("upload", error));
         Vec::new()
@@ -160,11 +196,22 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let mut saved = Vec::with_capacity(targets.len());
     for ((target, object), parts) in targets.into_iter().zip(objects).zip(receipts) {
         let object = object.ok_or(PipelineError::Cancelled)?;
-        saved.push(SavedLane { key: target.key, upload: target.upload, parts, len: object.len, crc64: object.crc64, table: object.table });
+        saved.push(SavedLane {
+            key: target.key,
+            upload: target.upload,
+            parts,
+            len: object.len,
+            crc64: object.crc64,
+            table: object.table,
+        });
     }
-    let stages = vec![copy_gauge.outcome(), code_gauge.outcome(), upload_gauge.outcome()];
-    let slowest_stage = slowest(&stages);
-    Ok(Saved { lanes: saved, stages, slowest_stage })
+    let accounts = vec![copy_gauge.outcome(), code_gauge.outcome(), wire.outcome()];
+    let (stages, slowest_stage) = settle(accounts);
+    Ok(Saved {
+        lanes: saved,
+        stages,
+        slowest_stage,
+    })
 }
 
 /// What the compressor threads share.
@@ -179,10 +226,15 @@ impl Compressors<'_> {
     /// One thread: takes a frame buffer first and a chunk then, so that the oldest chunk of a lane always has a frame buffer.
     fn run(&self, mut encoder: Encoder, chunks: &Receiver<RawChunk>) -> Result<(), PipelineError> {
         loop {
-            let (mut frame, waited) = self.frame_buffers.acquire().map_err(|_closed| PipelineError::Cancelled)?;
+            let (mut frame, waited) = self
+                .frame_buffers
+                .acquire()
+                .map_err(|_closed| PipelineError::Cancelled)?;
             self.gauge.blocked(waited);
             let idle = Instant::now();
-            let Ok(chunk) = chunks.recv() else { return Ok(()) };
+            let Ok(chunk) = chunks.recv() else {
+                return Ok(());
+            };
             self.gauge.starved(idle.elapsed());
             let target = &self.targets[chunk.lane];
             let started = Instant::now();
@@ -193,21 +245,41 @@ impl Compressors<'_> {
                 kind: encoded.kind,
                 digest: encoded.digest,
             };
-            let RawChunk { lane, index, buffer, len } = chunk;
+            let RawChunk {
+                lane,
+                index,
+                buffer,
+                len,
+            } = chunk;
             drop(buffer);
             target.meter.second.fetch_add(len as u64, Ordering::Relaxed);
-            let mut packer = self.packers[lane].lock().unwrap_or_else(PoisonError::into_inner);
-            let blocked = packer.push(index, PackedFrame { buffer: frame, record })?;
+            let mut packer = self.packers[lane]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            let blocked = packer.push(
+                index,
+                PackedFrame {
+                    buffer: frame,
+                    record,
+                },
+            )?;
             drop(packer);
             self.gauge.blocked(blocked);
-            self.gauge.busy(len as u64, started.elapsed().saturating_sub(blocked));
+            self.gauge
+                .busy(len as u64, started.elapsed().saturating_sub(blocked));
         }
     }
 }
 
 /// Spawns a named thread; a thread that cannot be had is a panic of the whole run, caught by the caller's guard.
-pub(super) fn spawn<'scope>(scope: &'scope std::thread::Scope<'scope, '_>, name: String, work: impl FnOnce() + Send + 'scope) {
-    let spawned = std::thread::Builder::new().name(name).spawn_scoped(scope, work);
+pub(super) fn spawn<'scope>(
+    scope: &'scope std::thread::Scope<'scope, '_>,
+    name: String,
+    work: impl FnOnce() + Send + 'scope,
+) {
+    let spawned = std::thread::Builder::new()
+        .name(name)
+        .spawn_scoped(scope, work);
     if let Err(error) = spawned {
         panic!("cannot start a thread: {error}");
     }

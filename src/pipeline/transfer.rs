@@ -6,14 +6,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
 
 use super::PipelineError;
 use super::abort::{Abort, panic_message};
-use super::gauge::{Gauge, Occupancy};
+use super::gauge::Wire;
 use super::pack::PartJob;
 use crate::progress::{LaneMeter, Meter};
 use crate::store::{Key, PartReceipt, Store, StoreError, UploadId};
@@ -32,8 +31,7 @@ pub(super) struct Uploader {
     pub(super) store: Arc<dyn Store>,
     pub(super) targets: Vec<UploadTarget>,
     pub(super) parallelism: usize,
-    pub(super) gauge: Arc<Gauge>,
-    pub(super) occupancy: Arc<Occupancy>,
+    pub(super) wire: Arc<Wire>,
     pub(super) meter: Arc<Meter>,
     pub(super) abort: Arc<Abort>,
 }
@@ -48,7 +46,6 @@ struct Acknowledged {
 impl Uploader {
     /// Uploads parts as they come until the packers are done; returns the receipts per lane, by part number.
     pub(super) async fn run(self, mut parts: UnboundedReceiver<PartJob>) -> Vec<Vec<PartReceipt>> {
-        let started = Instant::now();
         let mut receipts: Vec<Vec<PartReceipt>> = self.targets.iter().map(|_| Vec::new()).collect();
         let mut under_way = JoinSet::new();
         let mut packing = true;
@@ -63,36 +60,46 @@ impl Uploader {
             }
         }
         under_way.shutdown().await;
-        let waited = self.occupancy.waited();
-        self.gauge.starved(waited);
-        self.gauge.busy(0, started.elapsed().saturating_sub(waited));
         for lane in &mut receipts {
             lane.sort_by_key(|receipt| receipt.number);
         }
         receipts
     }
 
-    fn upload(&self, job: PartJob) -> impl Future<Output = Result<Acknowledged, StoreError>> + Send + use<> {
+    fn upload(
+        &self,
+        job: PartJob,
+    ) -> impl Future<Output = Result<Acknowledged, StoreError>> + Send + use<> {
         let store = Arc::clone(&self.store);
         let target = self.targets[job.lane].clone();
-        let (meter, occupancy) = (Arc::clone(&self.meter), Arc::clone(&self.occupancy));
+        let (meter, wire) = (Arc::clone(&self.meter), Arc::clone(&self.wire));
         async move {
-            occupancy.enter();
+            let len = job.body.len;
+            wire.enter();
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
-            let outcome = store.put_part(&target.key, &target.upload, job.number, job.body).await;
+            let outcome = store
+                .put_part(&target.key, &target.upload, job.number, job.body)
+                .await;
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
-            occupancy.leave();
-            outcome.map(|receipt| Acknowledged { lane: job.lane, receipt, raw_len: job.raw_len })
+            wire.leave(if outcome.is_ok() { len } else { 0 });
+            outcome.map(|receipt| Acknowledged {
+                lane: job.lane,
+                receipt,
+                raw_len: job.raw_len,
+            })
         }
     }
 
-    fn acknowledge(&self, done: Result<Result<Acknowledged, StoreError>, tokio::task::JoinError>, receipts: &mut [Vec<PartReceipt>]) {
+    fn acknowledge(
+        &self,
+        done: Result<Result<Acknowledged, StoreError>, tokio::task::JoinError>,
+        receipts: &mut [Vec<PartReceipt>],
+    ) {
         match done {
             Ok(Ok(part)) => {
                 let meter = &self.targets[part.lane].meter;
                 meter.third.fetch_add(part.raw_len, Ordering::Relaxed);
                 meter.stored.fetch_add(part.receipt.len, Ordering::Relaxed);
-                self.gauge.busy(part.receipt.len, std::time::Duration::ZERO);
                 receipts[part.lane].push(part.receipt);
             }
             Ok(Err(error)) => self.abort.fail(PipelineError::Store(error)),
@@ -104,7 +111,10 @@ impl Uploader {
 /// A task that did not end by itself: it panicked (we cancel tasks only when the run is given up already).
 pub(super) fn task_panicked(stage: &'static str, error: tokio::task::JoinError) -> PipelineError {
     match error.try_into_panic() {
-        Ok(panic) => PipelineError::Panic { stage, message: panic_message(panic.as_ref()) },
+        Ok(panic) => PipelineError::Panic {
+            stage,
+            message: panic_message(panic.as_ref()),
+        },
         Err(_cancelled) => PipelineError::Cancelled,
     }
 }

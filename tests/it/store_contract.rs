@@ -33,7 +33,9 @@ fn noise(len: usize, seed: u64) -> Bytes {
     let mut state = seed | 1;
     let mut bytes = Vec::with_capacity(len + 8);
     while bytes.len() < len {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         bytes.extend_from_slice(&(state ^ (state >> 29)).to_be_bytes());
     }
     bytes.truncate(len);
@@ -57,8 +59,17 @@ fn in_pieces(bytes: &Bytes) -> PartBody {
     PartBody::new(pieces, crc64(bytes))
 }
 
-async fn put_part(store: &dyn Store, key: &Key, upload: &UploadId, part: u64, bytes: &Bytes) -> PartReceipt {
-    store.put_part(key, upload, number(part), in_pieces(bytes)).await.unwrap()
+async fn put_part(
+    store: &dyn Store,
+    key: &Key,
+    upload: &UploadId,
+    part: u64,
+    bytes: &Bytes,
+) -> PartReceipt {
+    store
+        .put_part(key, upload, number(part), in_pieces(bytes))
+        .await
+        .unwrap()
 }
 
 /// Uploads the parts in this order of their numbers and completes the upload.
@@ -66,13 +77,23 @@ async fn upload(store: &dyn Store, key: &Key, parts: &[Bytes]) -> Result<(), Sto
     let upload = store.begin_upload(key).await?;
     let mut receipts = Vec::new();
     for (part, bytes) in (1..).zip(parts) {
-        receipts.push(store.put_part(key, &upload, number(part), in_pieces(bytes)).await?);
+        receipts.push(
+            store
+                .put_part(key, &upload, number(part), in_pieces(bytes))
+                .await?,
+        );
     }
     let whole = parts.concat();
-    store.complete_upload(key, &upload, &receipts, whole.len() as u64, crc64(&whole)).await
+    store
+        .complete_upload(key, &upload, &receipts, whole.len() as u64, crc64(&whole))
+        .await
 }
 
-async fn read_range(store: &dyn Store, key: &Key, range: std::ops::Range<u64>) -> Result<Vec<u8>, StoreError> {
+async fn read_range(
+    store: &dyn Store,
+    key: &Key,
+    range: std::ops::Range<u64>,
+) -> Result<Vec<u8>, StoreError> {
     let mut out = vec![0; usize::try_from(range.end - range.start).unwrap()];
     store.get_range(key, range, None, &mut out).await?;
     Ok(out)
@@ -93,7 +114,10 @@ async fn small_objects(store: &dyn Store) {
     assert_eq!(store.head(&here).await.unwrap(), None);
     store.delete(&here).await.unwrap();
 
-    assert_eq!(store.put_if_absent(&here, bytes.clone()).await.unwrap(), PutOutcome::Created);
+    assert_eq!(
+        store.put_if_absent(&here, bytes.clone()).await.unwrap(),
+        PutOutcome::Created
+    );
     let again = store.put_if_absent(&here, noise(10, 2)).await.unwrap();
     assert_eq!(again, PutOutcome::AlreadyExists);
     assert_eq!(store.get(&here, 1000).await.unwrap(), Some(bytes.clone()));
@@ -101,23 +125,40 @@ async fn small_objects(store: &dyn Store) {
     assert!(matches!(long, Err(StoreError::Mismatch { .. })), "{long:?}");
     let info: ObjectInfo = store.head(&here).await.unwrap().unwrap();
     assert_eq!(info.len, 1000);
-    assert!(info.crc64.is_none_or(|sum| sum == crc64(&bytes)), "{info:?}");
-    assert!(info.age.is_none_or(|age| age < Duration::from_secs(60)), "{info:?}");
+    assert!(
+        info.crc64.is_none_or(|sum| sum == crc64(&bytes)),
+        "{info:?}"
+    );
+    assert!(
+        info.age.is_none_or(|age| age < Duration::from_secs(60)),
+        "{info:?}"
+    );
 
     let empty = key("small/empty");
-    assert_eq!(store.put_if_absent(&empty, Bytes::new()).await.unwrap(), PutOutcome::Created);
+    assert_eq!(
+        store.put_if_absent(&empty, Bytes::new()).await.unwrap(),
+        PutOutcome::Created
+    );
     assert_eq!(store.get(&empty, 0).await.unwrap(), Some(Bytes::new()));
 
     store.delete(&here).await.unwrap();
     store.delete(&here).await.unwrap();
     assert_eq!(store.get(&here, 1000).await.unwrap(), None);
-    assert_eq!(store.put_if_absent(&here, bytes).await.unwrap(), PutOutcome::Created);
+    assert_eq!(
+        store.put_if_absent(&here, bytes).await.unwrap(),
+        PutOutcome::Created
+    );
 
     // Of many at once, one creates.
     let contested = key("small/contested");
     let puts = (0..8).map(|seed| store.put_if_absent(&contested, noise(100, seed)));
     let puts = futures::future::try_join_all(puts).await.unwrap();
-    assert_eq!(puts.iter().filter(|put| **put == PutOutcome::Created).count(), 1);
+    assert_eq!(
+        puts.iter()
+            .filter(|put| **put == PutOutcome::Created)
+            .count(),
+        1
+    );
 }
 
 async fn uploads(store: &dyn Store) {
@@ -132,17 +173,33 @@ async fn uploads(store: &dyn Store) {
     put_part(store, &here, &id, 1, &noise(min, 6)).await;
     let one = put_part(store, &here, &id, 1, &first).await;
     let two = put_part(store, &here, &id, 2, &second).await;
-    assert_eq!((two.number.get(), two.len, two.crc64), (2, second.len() as u64, crc64(&second)));
-    assert_eq!(store.head(&here).await.unwrap(), None, "nothing shows before completion");
+    assert_eq!(
+        (two.number.get(), two.len, two.crc64),
+        (2, second.len() as u64, crc64(&second))
+    );
+    assert_eq!(
+        store.head(&here).await.unwrap(),
+        None,
+        "nothing shows before completion"
+    );
     let parts = [one, two, third];
     let len = whole.len() as u64;
-    store.complete_upload(&here, &id, &parts, len, crc64(&whole)).await.unwrap();
+    store
+        .complete_upload(&here, &id, &parts, len, crc64(&whole))
+        .await
+        .unwrap();
     let info = store.head(&here).await.unwrap().unwrap();
     assert_eq!(info.len, len);
-    assert!(info.crc64.is_none_or(|sum| sum == crc64(&whole)), "{info:?}");
+    assert!(
+        info.crc64.is_none_or(|sum| sum == crc64(&whole)),
+        "{info:?}"
+    );
     assert!(read_range(store, &here, 0..len).await.unwrap() == whole);
     store.abort_upload(&here, &id).await.unwrap();
-    assert!(store.head(&here).await.unwrap().is_some(), "aborting a completed upload");
+    assert!(
+        store.head(&here).await.unwrap().is_some(),
+        "aborting a completed upload"
+    );
 
     // One short part is enough.
     let short = key("upload/short");
@@ -168,7 +225,9 @@ async fn refused_uploads(store: &dyn Store) {
     let id = store.begin_upload(&here).await.unwrap();
     store.abort_upload(&here, &id).await.unwrap();
     store.abort_upload(&here, &id).await.unwrap();
-    let put = store.put_part(&here, &id, number(1), in_pieces(&body)).await;
+    let put = store
+        .put_part(&here, &id, number(1), in_pieces(&body))
+        .await;
     assert!(put.as_ref().is_err_and(StoreError::is_not_found), "{put:?}");
 
     let id = store.begin_upload(&here).await.unwrap();
@@ -180,11 +239,20 @@ async fn refused_uploads(store: &dyn Store) {
         etag: "\"00000000000000000000000000000000\"".to_owned(),
         ..one.clone()
     };
-    for parts in [&[one.clone(), two.clone()][..], &[tag], &[two.clone(), one.clone()]] {
+    for parts in [
+        &[one.clone(), two.clone()][..],
+        &[tag],
+        &[two.clone(), one.clone()],
+    ] {
         let complete = store.complete_upload(&here, &id, parts, len, sum).await;
-        assert!(matches!(complete, Err(StoreError::Refused { .. })), "{parts:?}: {complete:?}");
+        assert!(
+            matches!(complete, Err(StoreError::Refused { .. })),
+            "{parts:?}: {complete:?}"
+        );
     }
-    let complete = store.complete_upload(&here, &id, &[two], 100, crc64(&body) ^ 1).await;
+    let complete = store
+        .complete_upload(&here, &id, &[two], 100, crc64(&body) ^ 1)
+        .await;
     assert!(complete.is_err(), "a wrong checksum of the whole object");
     assert_eq!(store.head(&here).await.unwrap(), None);
     store.abort_upload(&here, &id).await.unwrap();
@@ -194,31 +262,61 @@ async fn ranges(store: &dyn Store) {
     let (here, bytes) = (key("range/object"), noise(100_000, 11));
     store.put_if_absent(&here, bytes.clone()).await.unwrap();
     for range in [0..1, 0..100_000, 99_999..100_000, 1..77_777, 5..5, 0..0] {
-        let expected = &bytes[usize::try_from(range.start).unwrap()..usize::try_from(range.end).unwrap()];
+        let expected =
+            &bytes[usize::try_from(range.start).unwrap()..usize::try_from(range.end).unwrap()];
         assert!(read_range(store, &here, range).await.unwrap() == expected);
     }
-    for range in [0..100_001, 99_999..100_001, 100_000..100_001, 200_000..200_001] {
+    for range in [
+        0..100_001,
+        99_999..100_001,
+        100_000..100_001,
+        200_000..200_001,
+    ] {
         let read = read_range(store, &here, range.clone()).await;
-        assert!(matches!(read, Err(StoreError::Mismatch { .. })), "{range:?}: {read:?}");
+        assert!(
+            matches!(read, Err(StoreError::Mismatch { .. })),
+            "{range:?}: {read:?}"
+        );
     }
     let read = store.get_range(&here, 0..10, None, &mut [0; 9]).await;
     assert!(read.is_err(), "a buffer of another length");
     let absent = read_range(store, &key("range/absent"), 0..1).await;
-    assert!(absent.as_ref().is_err_and(StoreError::is_not_found), "{absent:?}");
+    assert!(
+        absent.as_ref().is_err_and(StoreError::is_not_found),
+        "{absent:?}"
+    );
 
     let info = store.head(&here).await.unwrap().unwrap();
     let tag = info.etag.unwrap();
-    store.get_range(&here, 0..10, Some(&tag), &mut [0; 10]).await.unwrap();
+    store
+        .get_range(&here, 0..10, Some(&tag), &mut [0; 10])
+        .await
+        .unwrap();
     store.delete(&here).await.unwrap();
-    store.put_if_absent(&here, noise(100_000, 12)).await.unwrap();
-    let read = store.get_range(&here, 0..10, Some(&tag), &mut [0; 10]).await;
+    store
+        .put_if_absent(&here, noise(100_000, 12))
+        .await
+        .unwrap();
+    let read = store
+        .get_range(&here, 0..10, Some(&tag), &mut [0; 10])
+        .await;
     assert!(matches!(read, Err(StoreError::Mismatch { .. })), "{read:?}");
 }
 
 async fn listings(store: &dyn Store) {
-    let names = ["list/a.b/1", "list/a/1", "list/a/2", "list/a/3/4", "list/b", "list/c/x"];
+    let names = [
+        "list/a.b/1",
+        "list/a/1",
+        "list/a/2",
+        "list/a/3/4",
+        "list/b",
+        "list/c/x",
+    ];
     for (len, name) in names.iter().enumerate() {
-        store.put_if_absent(&key(name), noise(len, 13)).await.unwrap();
+        store
+            .put_if_absent(&key(name), noise(len, 13))
+            .await
+            .unwrap();
     }
     let listed = store.list("list/").await.unwrap();
     assert!(listed.iter().map(|found| found.key.as_str()).eq(names));
@@ -227,7 +325,13 @@ async fn listings(store: &dyn Store) {
     assert_eq!(store.list("list/none/").await.unwrap(), []);
     assert_eq!(store.list_dirs("list/").await.unwrap(), ["a", "a.b", "c"]);
     assert_eq!(store.list_dirs("list/a/").await.unwrap(), ["3"]);
-    assert!(store.list_dirs("").await.unwrap().contains(&"list".to_owned()));
+    assert!(
+        store
+            .list_dirs("")
+            .await
+            .unwrap()
+            .contains(&"list".to_owned())
+    );
 }
 
 /// Limits that a test can wait for.
@@ -257,7 +361,10 @@ fn patient<S: Store>(store: S) -> (Retrying<S>, Arc<Meter>) {
         ..RetryPolicy::new(Duration::from_secs(30))
     };
     let cancel = CancellationToken::new();
-    (Retrying::new(Arc::new(store), policy, cancel, Arc::clone(&meter)), meter)
+    (
+        Retrying::new(Arc::new(store), policy, cancel, Arc::clone(&meter)),
+        meter,
+    )
 }
 
 #[tokio::test]
