@@ -151,6 +151,7 @@ fn save(
     clock.enter(Phase::Complete);
     let suspended = begun.complete().map_err(|error| Failure {
         code: ExitCode::CommittedTargetAstray,
+        generation: Some(image.generation),
         ..lost(Phase::Complete, error.into())
     })?;
     let committed = Committed {
@@ -570,8 +571,16 @@ fn lost(
     phase: Phase,
     cause: Box<dyn Error + Send + Sync>,
 ) -> Failure {
+    let found = look(driver, target);
     let mut failure = Failure::new(ExitCode::Lost, phase, cause);
-    failure.targets = vec![look(driver, target)];
+    if found.state == "checkpointing" {
+        failure.attached.push(format!(
+            "process {} is suspended and its GPU memory is mapped by ckptstream only; what the driver does with it when ckptstream exits is \
+             not documented, so treat the process as lost and end it",
+            found.pid
+        ));
+    }
+    failure.targets = vec![found];
     failure
 }
 
@@ -832,6 +841,7 @@ fn resume(
 ) -> Result<Instant, Failure> {
     let astray = |failure: Failure| Failure {
         code: ExitCode::CommittedTargetAstray,
+        generation: Some(image.generation),
         ..failure
     };
     let mut surroundings = session.clone();
