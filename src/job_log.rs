@@ -38,6 +38,9 @@ const BATCH: (u64, u64) = (4, 32);
 /// How often a gap is read again before it counts as one. A writer may fill a slot between our two reads.
 const GAP_READS: u32 = 3;
 
+/// How often a slot is read before its entry counts as damaged. Some stores serve a new object short at first.
+const DAMAGED_READS: u32 = 3;
+
 /// What stands in one slot of the log. A writer is a process that may save the job, known by its nonce.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "entry", rename_all = "kebab-case")]
@@ -519,14 +522,23 @@ async fn read_slot(
     generation: u64,
 ) -> Result<Option<Entry>, LogError> {
     let key = slot_key(job, generation)?;
-    match store.get(&key, ENTRY_LEN_MAX).await {
-        Ok(bytes) => Ok(bytes.map(|bytes| Entry::decode(&bytes))),
-        Err(StoreError::Mismatch { what, .. }) => Ok(Some(Entry::Damaged { what })),
-        Err(source) => Err(LogError::Store {
-            job: job.to_string(),
-            source,
-        }),
+    let mut seen = None;
+    for _ in 0..DAMAGED_READS {
+        seen = match store.get(&key, ENTRY_LEN_MAX).await {
+            Ok(bytes) => bytes.map(|bytes| Entry::decode(&bytes)),
+            Err(StoreError::Mismatch { what, .. }) => Some(Entry::Damaged { what }),
+            Err(source) => {
+                return Err(LogError::Store {
+                    job: job.to_string(),
+                    source,
+                });
+            }
+        };
+        if !matches!(seen, Some(Entry::Damaged { .. })) {
+            break;
+        }
     }
+    Ok(seen)
 }
 
 #[cfg(test)]
@@ -760,6 +772,14 @@ mod tests {
         log_of(&store, &[open("w"), Entry::Image(image("w", OURS))]).await;
         let log = JobLog::read(&store, &job()).await.unwrap();
         assert_eq!(generations(&log), [2]);
+    }
+
+    #[tokio::test]
+    async fn an_entry_that_comes_short_once_is_not_damaged() {
+        let store = Faulty::new().fail("get", 1..2, Fault::Short);
+        log_of(&store, &[Entry::Image(image("w", OURS))]).await;
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        assert_eq!(generations(&log), [1]);
     }
 
     #[tokio::test]

@@ -59,7 +59,9 @@ impl S3Server {
             });
         let mut line = String::new();
         let stdout = child.stdout.take().expect("piped");
-        BufReader::new(stdout).read_line(&mut line).expect("the server's first line");
+        BufReader::new(stdout)
+            .read_line(&mut line)
+            .expect("the server's first line");
         let endpoint = line.trim().strip_prefix("listening ").map(str::to_owned);
         let endpoint = endpoint.unwrap_or_else(|| panic!("testkit s3 said {line:?}"));
         Self {
@@ -82,8 +84,12 @@ impl S3Server {
     /// The requests of an operation (an S3 verb) that were answered so far, in the order of their ends.
     pub(crate) fn requests(&self, operation: &str) -> Vec<serde_json::Value> {
         let text = std::fs::read_to_string(&self.log).expect("the request log");
-        let lines = text.lines().map(|line| serde_json::from_str(line).expect("a JSON line"));
-        lines.filter(|line: &serde_json::Value| line["op"] == operation).collect()
+        let lines = text
+            .lines()
+            .map(|line| serde_json::from_str(line).expect("a JSON line"));
+        lines
+            .filter(|line: &serde_json::Value| line["op"] == operation)
+            .collect()
     }
 }
 
@@ -97,17 +103,25 @@ impl Drop for S3Server {
 
 /// `TESTKIT_BIN`, else the program that lies beside the folder of this test's own.
 fn testkit() -> PathBuf {
-    std::env::var_os("TESTKIT_BIN").map(PathBuf::from).unwrap_or_else(|| {
-        let this = std::env::current_exe().expect("this program's path");
-        let profile = this.parent().and_then(|deps| deps.parent()).expect("target/<profile>/deps");
-        profile.join("testkit")
-    })
+    std::env::var_os("TESTKIT_BIN")
+        .map(PathBuf::from)
+        .unwrap_or_else(|| {
+            let this = std::env::current_exe().expect("this program's path");
+            let profile = this
+                .parent()
+                .and_then(|deps| deps.parent())
+                .expect("target/<profile>/deps");
+            profile.join("testkit")
+        })
 }
 
 /// Runs the body of the test `name` in a process that has [`ENVIRONMENT`] set. The store takes credentials only from the SDK's chain, and a process with
 /// threads cannot change its own environment: outside of it, this runs the very test again as a child, and returns `false`.
 pub(crate) fn has_credentials(name: &str) -> bool {
-    if ENVIRONMENT.iter().all(|(key, value)| std::env::var(key).is_ok_and(|set| set == *value)) {
+    if ENVIRONMENT
+        .iter()
+        .all(|(key, value)| std::env::var(key).is_ok_and(|set| set == *value))
+    {
         return true;
     }
     let this = std::env::current_exe().expect("this program's path");
@@ -121,7 +135,13 @@ pub(crate) fn has_credentials(name: &str) -> bool {
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr),
     );
-    assert!(output.status.success(), "{name} failed in the child:\n{stdout}\n{stderr}");
-    assert!(stdout.contains("1 passed"), "{name} did not run in the child:\n{stdout}");
+    assert!(
+        output.status.success(),
+        "{name} failed in the child:\n{stdout}\n{stderr}"
+    );
+    assert!(
+        stdout.contains("1 passed"),
+        "{name} did not run in the child:\n{stdout}"
+    );
     false
 }
