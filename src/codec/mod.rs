@@ -7,6 +7,8 @@
 pub mod checksum;
 pub mod digest;
 pub mod frame;
+#[cfg(test)]
+pub(crate) mod sample_data;
 pub mod seek_table;
 
 pub use checksum::Crc64;

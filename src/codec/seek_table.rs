@@ -32,9 +32,9 @@ pub fn encode(frames: &[(u32, u32)]) -> Vec<u8> {
         .ok()
         .filter(|count| *count <= FRAME_COUNT_MAX)
         .expect("the plan allows no more frames than a seek table holds");
-    let content_len = frame_count * ENTRY_LEN as u32 + FOOTER_LEN as u32;
-
-    let mut table = Vec::with_capacity(HEADER_LEN + content_len as usize);
+    let content_len = frames.len() * ENTRY_LEN + FOOTER_LEN;
+    let mut table = Vec::with_capacity(HEADER_LEN + content_len);
+    let content_len = u32::try_from(content_len).expect("so many entries take less than 2 GiB");
     table.extend_from_slice(&SKIPPABLE_MAGIC.to_le_bytes());
     table.extend_from_slice(&content_len.to_le_bytes());
     for (stored_len, raw_len) in frames {
