@@ -18,7 +18,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::S3Server;
-use crate::support::s3_server::{BUCKET, has_credentials};
+use crate::support::s3_server::{BUCKET, has_credentials, in_environment};
 
 fn key(text: &str) -> Key {
     Key::new(text).unwrap()
@@ -499,6 +499,14 @@ async fn passing_faults_are_not_seen() {
             json!({"status": 200, "empty": true, "apply": true}),
         ),
         (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "empty": true}),
+        ),
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "body": "<CompleteMultip"}),
+        ),
+        (
             &["UploadPart"],
             json!({"wire": "reset-after", "bytes": 100_000}),
         ),
@@ -818,5 +826,52 @@ async fn a_server_that_is_not_there_is_a_passing_fault() {
             }
         ),
         "{error:?}"
+    );
+}
+
+#[tokio::test]
+async fn missing_credentials_are_told_at_once() {
+    let environment = [
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+        ("AWS_CONFIG_FILE", "/dev/null"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null"),
+    ];
+    let name = "store_contract::missing_credentials_are_told_at_once";
+    if !in_environment(name, &environment) {
+        return;
+    }
+    // Nothing listens there: the store itself is not asked.
+    let error = S3Store::connect(&config("http://127.0.0.1:9", "p"))
+        .await
+        .unwrap_err();
+    assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+    assert!(error.to_string().contains("AWS_ACCESS_KEY_ID"), "{error}");
+    let no_region = StoreConfig {
+        endpoint: None,
+        ..config("", "p")
+    };
+    let error = S3Store::connect(&no_region).await.unwrap_err();
+    assert!(error.to_string().contains("store.region"), "{error}");
+}
+
+#[tokio::test]
+async fn a_host_that_is_not_known_points_at_path_style() {
+    if !has_credentials("store_contract::a_host_that_is_not_known_points_at_path_style") {
+        return;
+    }
+    let hosted = StoreConfig {
+        path_style: false,
+        ..config("http://store.invalid:9000", "p")
+    };
+    let error = S3Store::connect(&hosted)
+        .await
+        .unwrap()
+        .head(&key("object"))
+        .await
+        .unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    assert!(
+        error.to_string().contains("store.path_style = true"),
+        "{error}"
     );
 }
