@@ -507,6 +507,10 @@ async fn passing_faults_are_not_seen() {
             json!({"status": 200, "body": "<CompleteMultip"}),
         ),
         (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "body": "<CompleteMultipartUploadResult/>"}),
+        ),
+        (
             &["UploadPart"],
             json!({"wire": "reset-after", "bytes": 100_000}),
         ),
@@ -515,6 +519,7 @@ async fn passing_faults_are_not_seen() {
             json!({"wire": "flip-bit", "of": "request", "bytes": 1000}),
         ),
         (&["GetObject"], json!({"wire": "cut-after", "bytes": 1000})),
+        (&["GetObject"], json!({"wire": "short-after", "bytes": 1000})),
         (
             &["GetObject"],
             json!({"wire": "reset-after", "of": "response", "bytes": 1000}),
