@@ -357,10 +357,8 @@ impl JobLog {
 
     /// Generations and entries, oldest first.
     pub fn entries(&self) -> impl DoubleEndedIterator<Item = (u64, &Entry)> {
-        (1..)
-            .zip(self.entries.iter())
-            .collect::<Vec<_>>()
-            .into_iter()
+        let numbered = self.entries.iter().enumerate();
+        numbered.map(|(index, entry)| (index as u64 + 1, entry))
     }
 
     /// The first free slot at the time of reading.
@@ -376,24 +374,27 @@ impl JobLog {
 
     /// Generations and entries of the images that are neither `bad` nor `dropped`, newest first.
     pub fn images(&self) -> Vec<(u64, &ImageEntry)> {
-        let bad: HashSet<u64> = self
-            .entries
-            .iter()
-            .filter_map(|entry| match entry {
-                Entry::Bad { generation, .. } => Some(*generation),
-                _ => None,
-            })
-            .collect();
-        let usable = self
-            .entries()
-            .rev()
+        let (mut bad, mut dropped) = (HashSet::new(), HashSet::new());
+        for entry in &self.entries {
+            match entry {
+                Entry::Bad { generation, .. } => {
+                    bad.insert(*generation);
+                }
+                Entry::Dropped { attempt, .. } => {
+                    dropped.insert(attempt);
+                }
+                _ => {}
+            }
+        }
+        let images = self.entries().rev();
+        images
             .filter_map(|(generation, entry)| match entry {
-                Entry::Image(image) => Some((generation, image)),
+                Entry::Image(image)
+                    if !bad.contains(&generation) && !dropped.contains(&image.attempt) =>
+                {
+                    Some((generation, image))
+                }
                 _ => None,
-            });
-        usable
-            .filter(|(generation, image)| {
-                !bad.contains(generation) && !self.is_dropped(&image.attempt)
             })
             .collect()
     }

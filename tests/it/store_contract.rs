@@ -519,7 +519,10 @@ async fn passing_faults_are_not_seen() {
             json!({"wire": "flip-bit", "of": "request", "bytes": 1000}),
         ),
         (&["GetObject"], json!({"wire": "cut-after", "bytes": 1000})),
-        (&["GetObject"], json!({"wire": "short-after", "bytes": 1000})),
+        (
+            &["GetObject"],
+            json!({"wire": "short-after", "bytes": 1000}),
+        ),
         (
             &["GetObject"],
             json!({"wire": "reset-after", "of": "response", "bytes": 1000}),
