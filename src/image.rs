@@ -807,6 +807,39 @@ mod tests {
         assert_eq!(older.generation, 1);
     }
 
+    /// Every file of the golden image of format 1, as the store would list it.
+    async fn store_golden(store: &dyn Store) {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v1");
+        let mut folders = vec![root.join("golden")];
+        while let Some(folder) = folders.pop() {
+            for file in std::fs::read_dir(folder).unwrap() {
+                let path = file.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let name = path.strip_prefix(&root).unwrap().to_str().unwrap();
+                let bytes = std::fs::read(&path).unwrap().into();
+                let put = store.put_if_absent(&Key::new(name).unwrap(), bytes).await;
+                put.unwrap();
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn the_golden_image_of_format_1_opens() {
+        let store = MemoryStore::new();
+        store_golden(&store).await;
+        let jobs = list_jobs(&store).await.unwrap();
+        assert_eq!(jobs, [JobName::new("golden").unwrap()]);
+        let (image, skipped) = Image::open(&store, &jobs[0], ImageRef::Latest)
+            .await
+            .unwrap();
+        assert!(skipped.is_empty());
+        assert_eq!(image.generation, 1);
+        assert_eq!(image.tables.iter().map(Vec::len).sum::<usize>(), 2);
+    }
+
     #[tokio::test]
     async fn a_damaged_image_is_passed_over_and_named() {
         for (name, object, change) in damages() {
