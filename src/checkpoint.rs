@@ -28,7 +28,7 @@ use crate::driver::{
     LockedProcess, ProcessState, RunningProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
-use crate::image::Image;
+use crate::image::{self, Image, ImageRef, LoadError};
 use crate::job_log::{self, CommitError, ImageEntry, JobLog};
 use crate::manifest::{
     AttemptClaim, Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host,
@@ -127,7 +127,7 @@ fn save(
     } = pipeline::save(lanes, resources).map_err(|error| lost(Phase::Stream, error.into()))?;
 
     clock.enter(Phase::Land);
-    land(session, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
+    let etags = land(session, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
     let leftovers = attempt.abort_uploads(session, &lanes);
     for leftover in leftovers {
         tracing::warn!("{leftover}");
@@ -136,7 +136,7 @@ fn save(
     clock.enter(Phase::Commit);
     expect_still(driver, target, ProcessState::Checkpointing)
         .map_err(|error| lost(Phase::Commit, error.into()))?;
-    let image = commit(session, driver, target, attempt, lanes).map_err(|error| {
+    let image = commit(session, driver, target, attempt, lanes, etags).map_err(|error| {
         let code = match error {
             CommitFailed::Log(CommitError::Fenced { .. }) => ExitCode::Fenced,
             CommitFailed::Log(CommitError::Unreachable { .. }) => ExitCode::CommitUnknown,
@@ -224,7 +224,7 @@ fn suspended_under_an_image(session: &Session, target: &Target) -> bool {
     let newest = session.wait(Image::open(
         &*session.store,
         &session.config.job,
-        crate::image::ImageRef::Latest,
+        ImageRef::Latest,
     ));
     newest.is_ok_and(|(image, _skipped)| restore::is_saved_process(&image.manifest, target))
 }
@@ -637,48 +637,17 @@ enum VoidError {
     },
 }
 
-/// Completes every upload, and looks at every object.
-fn land(session: &Session, lanes: &[SavedLane]) -> Result<(), StoreError> {
+/// Completes every upload, and looks at every object. Returns the store's tags for them.
+fn land(session: &Session, lanes: &[SavedLane]) -> Result<Vec<Option<String>>, LoadError> {
     let store = &*session.store_after_begin;
     let landing = lanes.iter().map(|lane| async move {
-        store
-            .complete_upload(
-                &lane.key,
-                &lane.upload,
-                &lane.parts,
-                lane.len,
-                lane.crc64.value(),
-            )
-            .await?;
-        look_at_object(store, lane).await
+        let crc64 = lane.crc64.value();
+        let completed =
+            store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, crc64);
+        completed.await.map_err(LoadError::Store)?;
+        image::look_at_object(store, &lane.key, lane.len, lane.crc64).await
     });
-    session
-        .wait(futures::future::try_join_all(landing))
-        .map(drop)
-}
-
-async fn look_at_object(store: &dyn Store, lane: &SavedLane) -> Result<(), StoreError> {
-    let mismatch = |what: String| StoreError::Mismatch {
-        operation: "HeadObject",
-        key: lane.key.to_string(),
-        what,
-    };
-    let info = store.head(&lane.key).await?.ok_or_else(|| {
-        mismatch("the object is not there after its upload was completed".to_owned())
-    })?;
-    if info.len != lane.len {
-        return Err(mismatch(format!(
-            "the object has {} bytes, not {}",
-            info.len, lane.len
-        )));
-    }
-    match info.crc64 {
-        Some(found) if found != lane.crc64.value() => Err(mismatch(format!(
-            "the object has CRC64NVME {found:016x}, not {:016x}",
-            lane.crc64.value()
-        ))),
-        _ => Ok(()),
-    }
+    session.wait(futures::future::try_join_all(landing))
 }
 
 /// Why a landed save was not committed.
@@ -703,6 +672,7 @@ fn commit(
     target: &Target,
     attempt: &Attempt,
     lanes: Vec<SavedLane>,
+    etags: Vec<Option<String>>,
 ) -> Result<Image, CommitFailed> {
     let job = &session.config.job;
     let store = &*session.store_after_begin;
@@ -771,6 +741,7 @@ fn commit(
             manifest_digest,
             manifest,
             tables: vec![tables],
+            etags,
         })
     })
 }

@@ -74,6 +74,8 @@ pub struct Image {
     pub manifest: Manifest,
     /// One table per extent: `tables[p][e]` belongs to `manifest.processes[p].extents[e]`.
     pub tables: Vec<Vec<FrameTable>>,
+    /// The store's tags of the data objects when they were looked at, in the order of [`Manifest::extents`].
+    pub etags: Vec<Option<String>>,
 }
 
 /// An entry that was passed over on the way to the newest valid image.
@@ -123,7 +125,7 @@ pub enum Flaw {
         source: StoreError,
     },
     /// A data object has another length.
-    #[error("object {key} has {len} bytes, the manifest says {expected}")]
+    #[error("object {key} has {len} bytes, and must have {expected}")]
     Length {
         /// Key relative to the store's prefix.
         key: String,
@@ -133,7 +135,7 @@ pub enum Flaw {
         expected: u64,
     },
     /// A data object has another checksum.
-    #[error("object {key} has CRC64NVME {found}, the manifest says {expected}")]
+    #[error("object {key} has CRC64NVME {found}, and must have {expected}")]
     Checksum {
         /// Key relative to the store's prefix.
         key: String,
@@ -436,10 +438,15 @@ async fn open_named(
     }
 }
 
-/// Why an image was not loaded.
-enum LoadError {
-    Flawed(Flaw),
-    Store(StoreError),
+/// Why an object, or an image, cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LoadError {
+    /// It is there, and not what it must be; or it is not there.
+    #[error("a stored object is not as it must be")]
+    Flawed(#[source] Flaw),
+    /// Nothing is known about it.
+    #[error("the store cannot be asked")]
+    Store(#[source] StoreError),
 }
 
 impl From<Flaw> for LoadError {
@@ -481,10 +488,13 @@ async fn load(
     }
 
     let extents: Vec<&ExtentRecord> = manifest.extents().collect();
-    stream::iter(&extents)
-        .map(|extent| check_object(store, job, extent))
-        .buffer_unordered(PARALLELISM)
-        .try_collect::<Vec<()>>()
+    let etags = stream::iter(&extents)
+        .map(|extent| async move {
+            let key = Key::of_job(job, &extent.object.key).map_err(Flaw::Key)?;
+            look_at_object(store, &key, extent.object.len, extent.object.crc64).await
+        })
+        .buffered(PARALLELISM)
+        .try_collect()
         .await?;
     let tables: Vec<FrameTable> = stream::iter(&extents)
         .map(|extent| load_table(store, job, extent))
@@ -503,6 +513,7 @@ async fn load(
         manifest_digest: entry.manifest_digest,
         manifest,
         tables,
+        etags,
     })
 }
 
@@ -549,43 +560,42 @@ fn absent(key: &Key, source: StoreError) -> LoadError {
     }
 }
 
-/// Looks at a data object: length, and checksum where the store keeps one.
-async fn check_object(
+/// Looks at a data object: length, and checksum where the store keeps one. Returns the store's tag for it.
+pub(crate) async fn look_at_object(
     store: &dyn Store,
-    job: &JobName,
-    extent: &ExtentRecord,
-) -> Result<(), LoadError> {
-    let record = &extent.object;
-    let key = Key::of_job(job, &record.key).map_err(Flaw::Key)?;
-    let mut info = store.head(&key).await.map_err(LoadError::Store)?;
-    if info.as_ref().is_none_or(|info| info.len < record.len) {
+    key: &Key,
+    len: u64,
+    crc64: Crc64,
+) -> Result<Option<String>, LoadError> {
+    let mut info = store.head(key).await.map_err(LoadError::Store)?;
+    if info.as_ref().is_none_or(|info| info.len < len) {
         // Some stores show a new object late, or a part of it. Reading its last byte waits for it as long as is sensible; then the look counts.
-        let last = record.len.saturating_sub(1)..record.len;
-        let read = store.get_range(&key, last, None, &mut [0]).await;
-        read.map_err(|error| absent(&key, error))?;
-        info = store.head(&key).await.map_err(LoadError::Store)?;
+        let last = len.saturating_sub(1)..len;
+        let read = store.get_range(key, last, None, &mut [0]).await;
+        read.map_err(|error| absent(key, error))?;
+        info = store.head(key).await.map_err(LoadError::Store)?;
     }
     let Some(info) = info else {
         let source = StoreError::NotFound {
             operation: "HeadObject",
             key: key.to_string(),
         };
-        return Err(absent(&key, source));
+        return Err(absent(key, source));
     };
-    if info.len != record.len {
+    if info.len != len {
         return Err(LoadError::Flawed(Flaw::Length {
             key: key.to_string(),
             len: info.len,
-            expected: record.len,
+            expected: len,
         }));
     }
     match info.crc64.map(Crc64::from_value) {
-        Some(found) if found != record.crc64 => Err(LoadError::Flawed(Flaw::Checksum {
+        Some(found) if found != crc64 => Err(LoadError::Flawed(Flaw::Checksum {
             key: key.to_string(),
             found,
-            expected: record.crc64,
+            expected: crc64,
         })),
-        _ => Ok(()),
+        _ => Ok(info.etag),
     }
 }
 

@@ -610,16 +610,13 @@ fn lanes(
     driver: Option<&Arc<Driver>>,
 ) -> Result<Vec<LoadLane>, LoadFailed> {
     let mut lanes = Vec::new();
-    for (index, (extent, table)) in image
-        .manifest
-        .extents()
-        .zip(image.tables.iter().flatten())
-        .enumerate()
-    {
+    let tables = image.tables.iter().flatten();
+    let stored = image.manifest.extents().zip(tables).zip(&image.etags);
+    for (index, ((extent, table), etag)) in stored.enumerate() {
         let chunk_len = usize::try_from(extent.chunk_len).unwrap_or(usize::MAX);
         lanes.push(LoadLane {
             key: Key::of_job(&session.config.job, &extent.object.key)?,
-            etag: None,
+            etag: etag.clone(),
             frames: table.entries().collect(),
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
