@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures::future::join_all;
+use tokio_util::sync::CancellationToken;
 
 use crate::codec::Encoder;
 use crate::driver::{
@@ -288,14 +289,20 @@ impl Attempt {
         };
         let key =
             Key::of_job(job, &crate::manifest::claim_key(&self.nonce)).map_err(OpenError::Key)?;
-        if session
-            .store
-            .put_if_absent(&key, claim.encode().into())
-            .await?
-            == PutOutcome::AlreadyExists
-        {
-            return Err(OpenError::Claimed {
-                key: key.to_string(),
+        let put = session.store.put_if_absent(&key, claim.encode().into());
+        if put.await? == PutOutcome::AlreadyExists {
+            let key = key.to_string();
+            return Err(OpenError::Claimed { key });
+        }
+        // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
+        let second = AttemptClaim {
+            created_ms: claim.created_ms + 1,
+            ..claim
+        };
+        let put = session.store.put_if_absent(&key, second.encode().into());
+        if put.await? == PutOutcome::Created {
+            return Err(OpenError::Unconditional {
+                store: session.store.describe(),
             });
         }
         self.next_slot = JobLog::read(&*session.store, job)
@@ -372,6 +379,11 @@ enum OpenError {
     Key(#[source] crate::store::BadKey),
     #[error("{key} is claimed by another save")]
     Claimed { key: String },
+    #[error(
+        "{store} ignores If-None-Match: it overwrote an object that a conditional write must leave alone, so two savers could both commit; \
+         use a store with conditional writes (store.url, store.endpoint)"
+    )]
+    Unconditional { store: String },
 }
 
 impl OpenError {
@@ -379,7 +391,7 @@ impl OpenError {
         match self {
             Self::Store(error) => code_before_begin(error),
             Self::Log(job_log::LogError::Store { source, .. }) => code_before_begin(source),
-            Self::Log(_) | Self::Key(_) => ExitCode::Preflight,
+            Self::Log(_) | Self::Key(_) | Self::Unconditional { .. } => ExitCode::Preflight,
             Self::Claimed { .. } => ExitCode::NotOurs,
         }
     }
@@ -816,7 +828,8 @@ fn resume(
         ..failure
     };
     let mut surroundings = session.clone();
-    surroundings.store = Arc::clone(&session.store_after_begin);
+    // The image is committed: bringing the target back is not given up for a signal.
+    surroundings.cancel = CancellationToken::new();
     restore::bring_back(&surroundings, clock, driver, target, suspended, image, &[])
         .map_err(astray)?;
     Ok(Instant::now())

@@ -14,15 +14,17 @@
 use std::collections::HashMap;
 use std::error::Error;
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures::StreamExt;
+use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::look;
 use crate::codec::Decoder;
 use crate::config::Verify;
 use crate::driver::{
     BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid,
+    RestoringProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef};
@@ -33,7 +35,7 @@ use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, Pipeli
 use crate::plan::{self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_groups, plan_load};
 use crate::progress::LaneMeter;
 use crate::session::{Interrupted, Session};
-use crate::store::Key;
+use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 
 /// Puts an image back into a suspended process and lets it run.
@@ -48,10 +50,9 @@ pub fn restore(
 ) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
     let target = Target::look(pid).map_err(|error| {
-        let code = if matches!(error, TargetError::Look { .. }) {
-            ExitCode::RestoreRefused
-        } else {
-            ExitCode::Config
+        let code = match error {
+            TargetError::Thread { .. } | TargetError::Ourselves { .. } => ExitCode::Config,
+            _ => ExitCode::RestoreRefused,
         };
         Failure::new(code, Phase::Read, error)
     })?;
@@ -64,7 +65,7 @@ pub fn restore(
         .verify
         .unwrap_or_else(|| default_verify(image.manifest.kind, into_fresh));
     if verify == Verify::All {
-        load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error))?;
+        load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error.into()))?;
     }
     let suspended_since = clock.enter(Phase::Restore);
     let loaded = bring_back(
@@ -144,66 +145,150 @@ pub(crate) fn bring_back(
     if clock.phase() != Phase::Restore {
         clock.enter(Phase::Restore);
     }
-    let plan = load_plan(session, image).map_err(|error| refused(Phase::Restore, error))?;
-    let gpus =
-        destinations(driver, image, pairs).map_err(|error| refused(Phase::Restore, error))?;
-    let lanes = lanes(session, image, &plan, Some(driver))
-        .map_err(|error| refused(Phase::Restore, error))?;
-    let queues = gpus
-        .iter()
-        .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
-        .collect::<Result<Vec<_>, _>>();
-    let queues = queues.map_err(|error| refused(Phase::Restore, error))?;
-    let resources = resources(session, &plan).map_err(|error| refused(Phase::Restore, error))?;
-
-    let mut restoring = None;
-    let mut asked = false;
-    let begin = || {
-        asked = true;
-        let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
-        let extents = match_extents(process.extents(), &gpus, &lanes)?;
-        restoring = Some(process);
-        Ok(extents)
-    };
-    let loaded = if lanes.is_empty() {
-        // No GPU held data: there is nothing to fetch, and the driver still has to be asked.
-        begin().map(|_none: Vec<Extent>| Loaded {
-            stages: Vec::new(),
-            slowest_stage: None,
-        })
-    } else {
-        pipeline::load(
-            &lanes,
-            resources,
-            Destination::Gpus {
-                queues,
-                begin: Box::new(begin),
-            },
-        )
-    };
+    let refused = |cause| refused(Phase::Restore, cause);
+    let signals = SignalsUntilAsked::watch(session);
+    let transfer = Transfer::prepare(session, driver, image, pairs, &signals).map_err(refused)?;
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
         failure.targets = vec![look(driver, target)];
         failure
     };
-    let loaded = match loaded {
-        Ok(loaded) => loaded,
-        Err(error) if asked => return Err(failed(Phase::Restore, error.into())),
-        Err(error) => return Err(refused(Phase::Restore, error)),
+    let (restoring, loaded) = match transfer.run(suspended, pairs, &signals) {
+        Ok(done) => done,
+        Err(error) if signals.was_asked() => return Err(failed(Phase::Restore, error.into())),
+        Err(PipelineError::Cancelled) => return Err(refused(Interrupted.into())),
+        Err(error) => return Err(refused(error.into())),
     };
-    let Some(restoring) = restoring else {
-        unreachable!("a load that succeeded has asked the driver");
-    };
-
     clock.enter(Phase::Complete);
-    let locked = restoring
-        .complete()
-        .map_err(|error| failed(Phase::Complete, error.into()))?;
+    let completed = restoring.complete();
+    let locked = completed.map_err(|error| failed(Phase::Complete, error.into()))?;
     clock.enter(Phase::Unlock);
-    locked
-        .unlock()
-        .map_err(|error| failed(Phase::Unlock, error.into()))?;
+    let unlocked = locked.unlock();
+    unlocked.map_err(|error| failed(Phase::Unlock, error.into()))?;
     Ok(loaded)
+}
+
+/// Everything that a transfer to GPUs needs, in hand before the driver is asked.
+struct Transfer {
+    /// The present GPU of each lane.
+    gpus: Vec<usize>,
+    lanes: Vec<LoadLane>,
+    queues: Vec<CopyQueue>,
+    resources: LoadResources,
+}
+
+impl Transfer {
+    fn prepare(
+        session: &Session,
+        driver: &Arc<Driver>,
+        image: &Image,
+        pairs: &[(GpuUuid, GpuUuid)],
+        signals: &SignalsUntilAsked,
+    ) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        let plan = load_plan(session, image)?;
+        let gpus = destinations(driver, image, pairs)?;
+        let lanes = lanes(session, image, &plan, Some(driver))?;
+        let queues = gpus
+            .iter()
+            .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
+            .collect::<Result<Vec<_>, _>>()?;
+        let store = Arc::clone(&session.store_after_begin);
+        let resources = resources(session, &plan, store, signals.token.clone())?;
+        Ok(Self {
+            gpus,
+            lanes,
+            queues,
+            resources,
+        })
+    }
+
+    /// Asks the driver as soon as the first chunks wait in the rings, and copies everything in.
+    fn run(
+        self,
+        suspended: CheckpointedProcess,
+        pairs: &[(GpuUuid, GpuUuid)],
+        signals: &SignalsUntilAsked,
+    ) -> Result<(RestoringProcess, Loaded), PipelineError> {
+        let (gpus, lanes) = (self.gpus, self.lanes);
+        let mut restoring = None;
+        let begin = || {
+            signals.ask()?;
+            let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
+            let extents = match_extents(process.extents(), &gpus, &lanes)?;
+            restoring = Some(process);
+            Ok(extents)
+        };
+        let loaded = if lanes.is_empty() {
+            // No GPU held data: there is nothing to fetch, and the driver still has to be asked.
+            begin().map(|_none: Vec<Extent>| Loaded {
+                stages: Vec::new(),
+                slowest_stage: None,
+            })?
+        } else {
+            let destination = Destination::Gpus {
+                queues: self.queues,
+                begin: Box::new(begin),
+            };
+            pipeline::load(&lanes, self.resources, destination)?
+        };
+        let Some(restoring) = restoring else {
+            unreachable!("a load that succeeded has asked the driver");
+        };
+        Ok((restoring, loaded))
+    }
+}
+
+/// A signal ends the transfer until the driver is asked, and not after: what is RESTORING has no other way out than on.
+struct SignalsUntilAsked {
+    asked: Arc<Mutex<bool>>,
+    token: CancellationToken,
+    watcher: tokio::task::JoinHandle<()>,
+}
+
+impl SignalsUntilAsked {
+    fn watch(session: &Session) -> Self {
+        let asked = Arc::new(Mutex::new(false));
+        let token = CancellationToken::new();
+        let watcher = session.runtime.spawn({
+            let (cancel, asked, token) =
+                (session.cancel.clone(), Arc::clone(&asked), token.clone());
+            async move {
+                cancel.cancelled().await;
+                if !*lock(&asked) {
+                    token.cancel();
+                }
+            }
+        });
+        Self {
+            asked,
+            token,
+            watcher,
+        }
+    }
+
+    /// To be called right before the driver is asked.
+    fn ask(&self) -> Result<(), PipelineError> {
+        let mut asked = lock(&self.asked);
+        if self.token.is_cancelled() {
+            return Err(PipelineError::Cancelled);
+        }
+        *asked = true;
+        Ok(())
+    }
+
+    fn was_asked(&self) -> bool {
+        *lock(&self.asked)
+    }
+}
+
+impl Drop for SignalsUntilAsked {
+    fn drop(&mut self) {
+        self.watcher.abort();
+    }
+}
+
+fn lock(asked: &Mutex<bool>) -> MutexGuard<'_, bool> {
+    asked.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether the image was made of this very process.
@@ -255,8 +340,7 @@ pub(crate) fn outcome_of(
     }
 }
 
-fn refused(phase: Phase, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Failure {
-    let cause = cause.into();
+fn refused(phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
     // A signal before the driver was asked leaves everything as it was found, like every other refusal.
     Failure::new(ExitCode::RestoreRefused, phase, cause)
 }
@@ -575,7 +659,12 @@ enum LoadFailed {
 fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, LoadFailed> {
     let plan = load_plan(session, image)?;
     let lanes = lanes(session, image, &plan, None)?;
-    let resources = resources(session, &plan)?;
+    let resources = resources(
+        session,
+        &plan,
+        Arc::clone(&session.store),
+        session.cancel.clone(),
+    )?;
     match pipeline::load(&lanes, resources, Destination::Nowhere) {
         Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => Err(Interrupted.into()),
         outcome => Ok(outcome?),
@@ -630,19 +719,24 @@ fn lanes(
     Ok(lanes)
 }
 
-fn resources(session: &Session, plan: &LoadPlan) -> Result<LoadResources, LoadFailed> {
+fn resources(
+    session: &Session,
+    plan: &LoadPlan,
+    store: Arc<dyn Store>,
+    cancel: CancellationToken,
+) -> Result<LoadResources, LoadFailed> {
     let fetch_len = usize::try_from(plan.fetch_len_max).unwrap_or(usize::MAX);
     let mut decoders = Vec::new();
     for _ in 0..plan.threads {
         decoders.push(Decoder::new()?);
     }
     Ok(LoadResources {
-        store: Arc::clone(&session.store),
+        store,
         runtime: session.runtime.clone(),
         decoders,
         fetch_buffers: BufferPool::new(plan.fetch_buffers, fetch_len, None)?,
         meter: Arc::clone(&session.meter),
-        cancel: session.cancel.clone(),
+        cancel,
     })
 }
 
