@@ -323,15 +323,25 @@ impl Driver {
             .map(|_| context_handle(ordinal, gpu.generation))
     }
 
-    /// The GPU of a context handle.
+    /// The GPU of a context handle, whether or not the context still exists.
     ///
     /// # Errors
-    /// `INVALID_CONTEXT` for a number that was never one, `CONTEXT_IS_DESTROYED` for one whose context is gone.
-    pub(crate) fn context_ordinal(&self, handle: u64) -> Answer<usize> {
+    /// `INVALID_CONTEXT` for a number that was never a context.
+    pub(crate) fn context_gpu(&self, handle: u64) -> Answer<usize> {
         let ordinal = usize::try_from(handle & 0xff).unwrap_or(usize::MAX);
-        if handle & !0xffff_ffff_ffff != CONTEXT_TAG || ordinal >= self.config.gpus.len() {
-            return Err(Code::INVALID_CONTEXT);
+        if handle & !0xffff_ffff_ffff == CONTEXT_TAG && ordinal < self.config.gpus.len() {
+            Ok(ordinal)
+        } else {
+            Err(Code::INVALID_CONTEXT)
         }
+    }
+
+    /// The GPU of a context that exists.
+    ///
+    /// # Errors
+    /// As [`Self::context_gpu`], and `CONTEXT_IS_DESTROYED`.
+    pub(crate) fn context_ordinal(&self, handle: u64) -> Answer<usize> {
+        let ordinal = self.context_gpu(handle)?;
         if self.context_of(ordinal) == Some(handle) {
             Ok(ordinal)
         } else {
