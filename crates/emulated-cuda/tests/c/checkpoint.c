@@ -311,6 +311,21 @@ void test_arguments(void) {
     kill(plain, SIGKILL);
     sleep_ms(50); // now it only waits to be reaped
     EXPECT(CUDA_ERROR_OPERATING_SYSTEM, cuCheckpointProcessGetState(plain, &state));
+
+    // Another user's process; only root can become someone else to try it.
+    if (geteuid() == 0) {
+        pid_t stranger = fork();
+        if (stranger == 0) {
+            CHECK(setgid(65534) == 0 && setuid(65534) == 0);
+            EXPECT(CUDA_ERROR_OPERATING_SYSTEM, cuCheckpointProcessGetState(target.pid, &state));
+            EXPECT(CUDA_ERROR_OPERATING_SYSTEM, lock_within(target.pid, 1000));
+            EXPECT(CUDA_ERROR_OPERATING_SYSTEM, cuCheckpointProcessCheckpoint(target.pid, NULL));
+            _exit(0);
+        }
+        int status;
+        CHECK(waitpid(stranger, &status, 0) == stranger && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        CHECK(state_of(target.pid) == CU_PROCESS_STATE_CHECKPOINTED);
+    }
     kill(target.pid, SIGKILL);
 }
 
