@@ -526,6 +526,28 @@ void test_stopped_target(void) {
     target_end(&target);
 }
 
+// Brings a target whose savers were killed back to RUNNING. What they had asked for may still be carried out meanwhile; once a lock of our
+// own has been, everything before it has been too.
+static void settle(pid_t pid) {
+    for (;;) {
+        CUprocessState state = state_of(pid);
+        CUresult result;
+        if (state == CU_PROCESS_STATE_CHECKPOINTED) {
+            result = cuCheckpointProcessRestore(pid, NULL);
+        } else if (state == CU_PROCESS_STATE_LOCKED) {
+            result = cuCheckpointProcessUnlock(pid, NULL);
+        } else {
+            CHECK(state == CU_PROCESS_STATE_RUNNING);
+            result = lock_within(pid, 10000);
+            if (result == CUDA_SUCCESS) {
+                OK(cuCheckpointProcessUnlock(pid, NULL));
+                return;
+            }
+        }
+        CHECK(result == CUDA_SUCCESS || result == CUDA_ERROR_ILLEGAL_STATE);
+    }
+}
+
 // A hundred savers that lock and unlock, each killed at some moment; the target computes all the while.
 void test_killed_savers(void) {
     OK(cuInit(0));
@@ -554,18 +576,8 @@ void test_killed_savers(void) {
             kill(savers[k], SIGKILL);
             CHECK(waitpid(savers[k], NULL, 0) == savers[k]);
         }
-        sleep_ms(2); // a request that was sent is carried out
-        CUprocessState state = state_of(target.pid);
-        if (state == CU_PROCESS_STATE_CHECKPOINTED) {
-            OK(cuCheckpointProcessRestore(target.pid, NULL));
-            state = state_of(target.pid);
-        }
-        if (state == CU_PROCESS_STATE_LOCKED) {
-            left_locked++;
-            OK(cuCheckpointProcessUnlock(target.pid, NULL));
-        } else {
-            CHECK(state == CU_PROCESS_STATE_RUNNING);
-        }
+        left_locked += state_of(target.pid) != CU_PROCESS_STATE_RUNNING;
+        settle(target.pid);
     }
     CHECK(left_locked > 0); // else no saver was killed where it matters
     target_expect(&target, "ok", "stop-work 0");
