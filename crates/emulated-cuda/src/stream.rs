@@ -381,11 +381,11 @@ mod tests {
 
     #[test]
     fn a_limited_copy_lands_late_and_two_streams_share_the_link() {
-        let link = Arc::new(Link::new(1 << 30));
+        let link = Arc::new(Link::new(64 << 20));
         let (one, two) = (Stream::new(1, 0, 1, 0), Stream::new(2, 0, 1, 0));
-        let (from, mut to) = (piece(32 << 20), vec![1_u8; 64 << 20]);
+        let (from, mut to) = (piece(16 << 20), vec![1_u8; 32 << 20]);
         let start = Instant::now();
-        for (stream, half) in [(&one, 0), (&two, 32 << 20)] {
+        for (stream, half) in [(&one, 0), (&two, 16 << 20)] {
             let host = HostAddress(to[half..].as_mut_ptr().expose_provenance());
             let mut copy = operation(Work::ToHost {
                 from: vec![from.clone()],
@@ -398,7 +398,7 @@ mod tests {
         one.synchronize().unwrap();
         two.synchronize().unwrap();
         assert!(
-            start.elapsed() >= Duration::from_millis(62),
+            start.elapsed() >= Duration::from_millis(500),
             "{:?}",
             start.elapsed()
         );

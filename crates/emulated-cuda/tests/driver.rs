@@ -157,7 +157,7 @@ c_tests! {
     contexts: "node=102;gpus=2";
     memory: "node=103;memory=1GiB;granularity=1";
     host_memory: "node=104";
-    streams: "node=105;d2h=100MiB;h2d=100MiB";
+    streams: "node=105;d2h=40MiB;h2d=40MiB";
     missing_synchronize: "node=106";
     capture: "node=107";
     entry_points: "node=108";

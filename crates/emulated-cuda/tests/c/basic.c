@@ -219,11 +219,11 @@ static void call_the_driver(void *unused) {
     from_callback = cuCtxSynchronize();
 }
 
-// Streams run later and in order; copies at 100 MiB/s each way.
+// Streams run later and in order; copies at 40 MiB/s each way, so that a machine that pauses for a moment does not spoil a check.
 void test_streams(void) {
     OK(cuInit(0));
     use_device(0);
-    const size_t len = 20 * MIB; // a fifth of a second
+    const size_t len = 20 * MIB; // half a second
     CUdeviceptr device;
     OK(cuMemAlloc_v2(&device, len));
     OK(cuMemsetD8(device, 0x55, len));
@@ -254,7 +254,7 @@ void test_streams(void) {
     CHECK(host[0] == 0x55 && host[len - 1] == 0x55);
     OK(cuEventQuery(end));
     OK(cuEventElapsedTime(&ms, start, end));
-    CHECK(ms >= 190);
+    CHECK(ms >= 490);
 
     // The other direction; the buffer changes under the copy.
     memset(host, 0x11, len);

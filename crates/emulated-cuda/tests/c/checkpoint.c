@@ -309,7 +309,8 @@ void test_arguments(void) {
     EXPECT(CUDA_ERROR_NOT_INITIALIZED, cuCheckpointProcessGetState(plain, &state));
     EXPECT(CUDA_ERROR_NOT_INITIALIZED, lock_within(plain, 1000));
     kill(plain, SIGKILL);
-    sleep_ms(50); // now it only waits to be reaped
+    siginfo_t ended;
+    CHECK(waitid(P_PID, (id_t)plain, &ended, WEXITED | WNOWAIT) == 0); // now it only waits to be reaped
     EXPECT(CUDA_ERROR_OPERATING_SYSTEM, cuCheckpointProcessGetState(plain, &state));
 
     // Another user's process; only root can become someone else to try it.
@@ -495,7 +496,7 @@ void test_lock_waits(void) {
 void test_lock_timeout(void) {
     struct target target = target_start(NULL);
     // Work on a stream, then a call under way: neither ends in time, and the target goes on.
-    const char *const reasons[] = {"stream-sleep 0 600", "call-sleep 0 600"};
+    const char *const reasons[] = {"stream-sleep 0 2000", "call-sleep 0 2000"};
     for (int i = 0; i < 2; i++) {
         target_tell(&target, "%s", reasons[i]);
         if (i == 0)
