@@ -324,7 +324,9 @@ fn shuffled(places: &[(usize, usize)], seed: u64) -> Vec<(usize, usize)> {
     static OPERATIONS: AtomicU64 = AtomicU64::new(0);
     let operation = OPERATIONS.fetch_add(1, Ordering::Relaxed);
     let mut order = places.to_vec();
-    order.sort_by_key(|&(index, _)| config::mix(config::mix(config::mix(seed) ^ operation) ^ index as u64));
+    order.sort_by_key(|&(index, _)| {
+        config::mix(config::mix(config::mix(seed) ^ operation) ^ index as u64)
+    });
     order
 }
 
