@@ -137,17 +137,11 @@ fn save(
     clock.enter(Phase::Commit);
     expect_still(driver, target, ProcessState::Checkpointing)
         .map_err(|error| lost(Phase::Commit, error.into()))?;
-    let image = commit(session, driver, target, attempt, lanes, etags).map_err(|error| {
-        let code = match error {
-            CommitFailed::Log(CommitError::Fenced { .. }) => ExitCode::Fenced,
-            CommitFailed::Log(CommitError::Unreachable { .. }) => ExitCode::CommitUnknown,
-            _ => ExitCode::Lost,
-        };
-        Failure {
-            code,
+    let image =
+        commit(session, driver, target, attempt, lanes, etags).map_err(|error| Failure {
+            code: error.code(),
             ..lost(Phase::Commit, error.into())
-        }
-    })?;
+        })?;
 
     clock.enter(Phase::Complete);
     let suspended = begun.complete().map_err(|error| Failure {
@@ -674,7 +668,20 @@ enum CommitFailed {
     #[error("the manifest that we wrote does not verify; this is a defect of ckptstream")]
     Manifest(#[from] crate::manifest::ManifestError),
     #[error("the image was not entered into the job's log")]
-    Log(#[source] CommitError),
+    Log(#[source] Box<CommitError>),
+}
+
+impl CommitFailed {
+    fn code(&self) -> ExitCode {
+        let Self::Log(error) = self else {
+            return ExitCode::Lost;
+        };
+        match **error {
+            CommitError::Fenced { .. } => ExitCode::Fenced,
+            CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
+            _ => ExitCode::Lost,
+        }
+    }
 }
 
 /// Frame tables, then the manifest, then the one entry that makes the image.
@@ -746,7 +753,7 @@ fn commit(
         };
         let generation = job_log::append_image(store, job, attempt.next_slot, &entry)
             .await
-            .map_err(CommitFailed::Log)?;
+            .map_err(|error| CommitFailed::Log(Box::new(error)))?;
         Ok(Image {
             generation,
             attempt: attempt.nonce.clone(),

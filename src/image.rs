@@ -372,7 +372,7 @@ async fn open_latest(
             Entry::Image(image) if usable.iter().any(|(known, _)| *known == generation) => {
                 match load(store, job, generation, image).await {
                     Ok(image) => return Ok((image, skipped)),
-                    Err(LoadError::Flawed(flaw)) => flaw,
+                    Err(LoadError::Flawed(flaw)) => *flaw,
                     Err(LoadError::Store(source)) => {
                         let job = job.to_string();
                         return Err(ImageError::Unreachable { job, source });
@@ -421,7 +421,7 @@ async fn open_named(
         }
         Some(Entry::Image(image)) => match load(store, job, generation, image).await {
             Ok(image) => Ok(image),
-            Err(LoadError::Flawed(flaw)) => Err(damaged(flaw)),
+            Err(LoadError::Flawed(flaw)) => Err(damaged(*flaw)),
             Err(LoadError::Store(source)) => {
                 let job = job.to_string();
                 Err(ImageError::Unreachable { job, source })
@@ -443,7 +443,7 @@ async fn open_named(
 pub(crate) enum LoadError {
     /// It is there, and not what it must be; or it is not there.
     #[error("a stored object is not as it must be")]
-    Flawed(#[source] Flaw),
+    Flawed(#[source] Box<Flaw>),
     /// Nothing is known about it.
     #[error("the store cannot be asked")]
     Store(#[source] StoreError),
@@ -451,7 +451,7 @@ pub(crate) enum LoadError {
 
 impl From<Flaw> for LoadError {
     fn from(flaw: Flaw) -> Self {
-        LoadError::Flawed(flaw)
+        LoadError::Flawed(Box::new(flaw))
     }
 }
 
@@ -465,7 +465,7 @@ async fn load(
     let bytes = read_whole(store, &key, entry.manifest_len).await?;
     let found = manifest::digest_of(&bytes);
     if found != entry.manifest_digest {
-        return Err(LoadError::Flawed(Flaw::ManifestDigest {
+        return Err(LoadError::from(Flaw::ManifestDigest {
             key: key.to_string(),
             found,
             expected: entry.manifest_digest,
@@ -483,7 +483,7 @@ async fn load(
     ] {
         if !same {
             let key = key.to_string();
-            return Err(LoadError::Flawed(Flaw::Disagreement { key, field }));
+            return Err(LoadError::from(Flaw::Disagreement { key, field }));
         }
     }
 
@@ -534,7 +534,7 @@ async fn load_table(
         Err(error) => std::panic::resume_unwind(error.into_panic()),
     };
     table.map_err(|source| {
-        LoadError::Flawed(Flaw::Content {
+        LoadError::from(Flaw::Content {
             key: key.to_string(),
             source,
         })
@@ -554,7 +554,7 @@ async fn read_whole(store: &dyn Store, key: &Key, len: u64) -> Result<Vec<u8>, L
 fn absent(key: &Key, source: StoreError) -> LoadError {
     if source.is_about_the_object() {
         let key = key.to_string();
-        LoadError::Flawed(Flaw::Object { key, source })
+        LoadError::from(Flaw::Object { key, source })
     } else {
         LoadError::Store(source)
     }
@@ -583,14 +583,14 @@ pub(crate) async fn look_at_object(
         return Err(absent(key, source));
     };
     if info.len != len {
-        return Err(LoadError::Flawed(Flaw::Length {
+        return Err(LoadError::from(Flaw::Length {
             key: key.to_string(),
             len: info.len,
             expected: len,
         }));
     }
     match info.crc64.map(Crc64::from_value) {
-        Some(found) if found != crc64 => Err(LoadError::Flawed(Flaw::Checksum {
+        Some(found) if found != crc64 => Err(LoadError::from(Flaw::Checksum {
             key: key.to_string(),
             found,
             expected: crc64,
