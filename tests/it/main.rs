@@ -4,6 +4,8 @@
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
+/// Saved and put back: every byte of every shape of memory.
+mod roundtrip;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
 /// Servers and processes that the tests start.
