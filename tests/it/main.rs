@@ -4,6 +4,8 @@
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
+/// The order of events, as the driver and the store see it.
+mod order;
 /// Saved and put back: every byte of every shape of memory.
 mod roundtrip;
 /// The promises of a store, against every kind of store that there is.
