@@ -83,13 +83,14 @@ impl S3Server {
 
     /// The requests of an operation (an S3 verb) that were answered so far, in the order of their ends.
     pub(crate) fn requests(&self, operation: &str) -> Vec<serde_json::Value> {
-        let text = std::fs::read_to_string(&self.log).expect("the request log");
-        let lines = text
-            .lines()
-            .map(|line| serde_json::from_str(line).expect("a JSON line"));
+        let mut lines = self.all_requests();
+        lines.retain(|line| line["op"] == operation);
         lines
-            .filter(|line: &serde_json::Value| line["op"] == operation)
-            .collect()
+    }
+
+    /// All requests that were answered so far, in the order of their ends.
+    pub(crate) fn all_requests(&self) -> Vec<serde_json::Value> {
+        super::json_lines(&self.log)
     }
 }
 
@@ -102,7 +103,7 @@ impl Drop for S3Server {
 }
 
 /// `TESTKIT_BIN`, else the program that lies beside the folder of this test's own.
-fn testkit() -> PathBuf {
+pub(crate) fn testkit() -> PathBuf {
     std::env::var_os("TESTKIT_BIN")
         .map(PathBuf::from)
         .unwrap_or_else(|| {
