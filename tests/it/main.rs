@@ -4,6 +4,8 @@
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
+/// Driver calls that fail.
+mod faults_driver;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
 /// Servers and processes that the tests start.
