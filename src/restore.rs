@@ -15,8 +15,10 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::io::Write;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures::StreamExt;
+use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::look;
 use crate::codec::Decoder;
@@ -154,11 +156,19 @@ pub(crate) fn bring_back(
         .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
         .collect::<Result<Vec<_>, _>>();
     let queues = queues.map_err(|error| refused(Phase::Restore, error))?;
-    let resources = resources(session, &plan).map_err(|error| refused(Phase::Restore, error))?;
+    let point = PointOfNoReturn::before(session);
+    let resources = LoadResources {
+        store: Arc::clone(&session.store_after_begin),
+        cancel: point.cancel.clone(),
+        ..resources(session, &plan).map_err(|error| refused(Phase::Restore, error))?
+    };
 
     let mut restoring = None;
     let mut asked = false;
     let begin = || {
+        if !point.pass() {
+            return Err(PipelineError::Cancelled);
+        }
         asked = true;
         let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
         let extents = match_extents(process.extents(), &gpus, &lanes)?;
@@ -189,6 +199,9 @@ pub(crate) fn bring_back(
     let loaded = match loaded {
         Ok(loaded) => loaded,
         Err(error) if asked => return Err(failed(Phase::Restore, error.into())),
+        Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => {
+            return Err(refused(Phase::Restore, Interrupted));
+        }
         Err(error) => return Err(refused(Phase::Restore, error)),
     };
     let Some(restoring) = restoring else {
@@ -204,6 +217,49 @@ pub(crate) fn bring_back(
         .unlock()
         .map_err(|error| failed(Phase::Unlock, error.into()))?;
     Ok(loaded)
+}
+
+/// Up to here a signal gives the restore up; from here on it changes nothing, because a restore that is given up ends the target.
+struct PointOfNoReturn {
+    /// Whoever is first decides: the signal or the one who passes.
+    is_decided: Arc<AtomicBool>,
+    /// Cancelled by a signal that came first.
+    cancel: CancellationToken,
+    signal: tokio::task::JoinHandle<()>,
+}
+
+impl PointOfNoReturn {
+    fn before(session: &Session) -> Self {
+        let is_decided = Arc::new(AtomicBool::new(false));
+        let cancel = CancellationToken::new();
+        let (signalled, decided, given_up) = (
+            session.cancel.clone(),
+            Arc::clone(&is_decided),
+            cancel.clone(),
+        );
+        let signal = session.runtime.spawn(async move {
+            signalled.cancelled().await;
+            if !decided.swap(true, Ordering::SeqCst) {
+                given_up.cancel();
+            }
+        });
+        Self {
+            is_decided,
+            cancel,
+            signal,
+        }
+    }
+
+    /// Whether no signal came first.
+    fn pass(&self) -> bool {
+        !self.is_decided.swap(true, Ordering::SeqCst)
+    }
+}
+
+impl Drop for PointOfNoReturn {
+    fn drop(&mut self) {
+        self.signal.abort();
+    }
 }
 
 /// Whether the image was made of this very process.
