@@ -48,6 +48,9 @@ use crate::target::{Target, TargetError};
 /// Clean-up of unfinished uploads must not hold back the verdict for longer.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a target may take to die before its state counts as unknown.
+const DYING_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// What becomes of the target after the commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
@@ -108,7 +111,8 @@ fn save(
     attempt: &Attempt,
     running: RunningProcess,
 ) -> Result<(Committed, CheckpointedProcess), Failure> {
-    let memory = Memory::allocate(session, driver, attempt.plan.clone())?;
+    let memory = Memory::allocate(session, driver, attempt.plan.clone())
+        .map_err(|cause| without_memory(driver, target, cause))?;
     let memory_planned = memory.plan.total_bytes;
 
     let locked_at = clock.enter(Phase::Lock);
@@ -422,18 +426,7 @@ struct Memory {
 }
 
 impl Memory {
-    fn allocate(session: &Session, driver: &Arc<Driver>, plan: SavePlan) -> Result<Self, Failure> {
-        Self::try_allocate(session, driver, plan).map_err(|cause| {
-            let code = if cause.is::<Interrupted>() {
-                ExitCode::RolledBack
-            } else {
-                ExitCode::Preflight
-            };
-            Failure::new(code, Phase::Prepare, cause)
-        })
-    }
-
-    fn try_allocate(
+    fn allocate(
         session: &Session,
         driver: &Arc<Driver>,
         plan: SavePlan,
@@ -530,10 +523,19 @@ fn lock(
         .map_err(|error| rolled_back(error.into()))?;
     // The last moment at which a signal can be obeyed.
     if let Err(interrupted) = session.check_cancelled() {
-        drop(locked);
-        return Err(rolled_back(interrupted.into()));
+        let unlocked = locked.unlock();
+        let mut failure = rolled_back(interrupted.into());
+        failure.attached.extend(failed_unlock(Some(unlocked)));
+        return Err(failure);
     }
     Ok(locked)
+}
+
+/// Says that the roll back failed, if it did.
+fn failed_unlock(unlocked: Option<Result<RunningProcess, DriverError>>) -> Option<String> {
+    unlocked?
+        .err()
+        .map(|error| format!("the target could not be unlocked: {error}"))
 }
 
 fn begin(
@@ -542,14 +544,34 @@ fn begin(
     locked: LockedProcess,
 ) -> Result<CheckpointingProcess, Failure> {
     locked.begin_checkpoint().map_err(|mut error| {
-        // Dropping it unlocks; then it is looked at.
-        let was_locked = error.locked.take().is_some();
-        if was_locked {
-            not_begun(driver, target, Phase::Begin, error.into())
+        let unlocked = error.locked.take().map(LockedProcess::unlock);
+        // A target that runs was not locked in truth, whatever the driver said.
+        let is_running = matches!(error.state, Ok(ProcessState::Running));
+        if unlocked.is_some() || is_running {
+            let mut failure = not_begun(driver, target, Phase::Begin, error.into());
+            failure.attached.extend(failed_unlock(unlocked));
+            failure
         } else {
             lost(driver, target, Phase::Begin, error.into())
         }
     })
+}
+
+/// The buffers are not to be had, or a signal came while they were made. The target was not touched.
+fn without_memory(
+    driver: &Driver,
+    target: &Target,
+    cause: Box<dyn Error + Send + Sync>,
+) -> Failure {
+    let is_interrupted = cause.is::<Interrupted>();
+    let failure = not_begun(driver, target, Phase::Prepare, cause);
+    if is_interrupted {
+        return failure;
+    }
+    Failure {
+        code: ExitCode::Preflight,
+        ..failure
+    }
 }
 
 /// A failure before BEGIN. The code claims RUNNING only if that was looked up.
@@ -592,12 +614,12 @@ fn lost(
 
 /// The target's state as it is now, in the words of the JSON result.
 pub(crate) fn look(driver: &Driver, target: &Target) -> TargetState {
-    let state = if target.is_alive() {
-        driver
-            .state(target.pid)
-            .map_or_else(|_error| "unknown".to_owned(), |state| state.to_string())
-    } else {
-        "gone".to_owned()
+    let state = match driver.state(target.pid) {
+        Ok(state) if target.is_alive() => state.to_string(),
+        Ok(_of_a_pid_used_again) => "gone".to_owned(),
+        // A process that is being killed answers nothing, and is gone a moment later.
+        Err(_) if target.ends_within(DYING_TIMEOUT) => "gone".to_owned(),
+        Err(_) => "unknown".to_owned(),
     };
     TargetState {
         pid: target.pid,
@@ -820,7 +842,7 @@ fn device_record(device: &Device) -> DeviceRecord {
     }
 }
 
-/// Brings the target back from the image that was just committed.
+/// Brings the target back from the image that was just committed. No signal stops that.
 fn resume(
     session: &Session,
     clock: &mut PhaseClock,
@@ -829,14 +851,18 @@ fn resume(
     suspended: CheckpointedProcess,
     image: &Image,
 ) -> Result<Instant, Failure> {
+    // What failed before the driver was asked has not looked at the target; the verdict has to.
     let astray = |failure: Failure| Failure {
         code: ExitCode::CommittedTargetAstray,
         generation: Some(image.generation),
+        targets: vec![look(driver, target)],
         ..failure
     };
-    let mut surroundings = session.clone();
     // The image is committed: bringing the target back is not given up for a signal.
-    surroundings.cancel = CancellationToken::new();
+    let surroundings = Session {
+        cancel: CancellationToken::new(),
+        ..session.clone()
+    };
     restore::bring_back(&surroundings, clock, driver, target, suspended, image, &[])
         .map_err(astray)?;
     Ok(Instant::now())

@@ -14,7 +14,8 @@
 use std::collections::HashMap;
 use std::error::Error;
 use std::io::Write;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
@@ -146,16 +147,17 @@ pub(crate) fn bring_back(
         clock.enter(Phase::Restore);
     }
     let refused = |cause| refused(Phase::Restore, cause);
-    let signals = SignalsUntilAsked::watch(session);
-    let transfer = Transfer::prepare(session, driver, image, pairs, &signals).map_err(refused)?;
+    let point = PointOfNoReturn::before(session);
+    let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
         failure.targets = vec![look(driver, target)];
         failure
     };
-    let (restoring, loaded) = match transfer.run(suspended, pairs, &signals) {
+    let mut asked = false;
+    let (restoring, loaded) = match transfer.run(suspended, pairs, &point, &mut asked) {
         Ok(done) => done,
-        Err(error) if signals.was_asked() => return Err(failed(Phase::Restore, error.into())),
+        Err(error) if asked => return Err(failed(Phase::Restore, error.into())),
         Err(PipelineError::Cancelled) => return Err(refused(Interrupted.into())),
         Err(error) => return Err(refused(error.into())),
     };
@@ -183,7 +185,7 @@ impl Transfer {
         driver: &Arc<Driver>,
         image: &Image,
         pairs: &[(GpuUuid, GpuUuid)],
-        signals: &SignalsUntilAsked,
+        point: &PointOfNoReturn,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
         let plan = load_plan(session, image)?;
         let gpus = destinations(driver, image, pairs)?;
@@ -193,7 +195,7 @@ impl Transfer {
             .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
             .collect::<Result<Vec<_>, _>>()?;
         let store = Arc::clone(&session.store_after_begin);
-        let resources = resources(session, &plan, store, signals.token.clone())?;
+        let resources = resources(session, &plan, store, point.cancel.clone())?;
         Ok(Self {
             gpus,
             lanes,
@@ -207,12 +209,16 @@ impl Transfer {
         self,
         suspended: CheckpointedProcess,
         pairs: &[(GpuUuid, GpuUuid)],
-        signals: &SignalsUntilAsked,
+        point: &PointOfNoReturn,
+        asked: &mut bool,
     ) -> Result<(RestoringProcess, Loaded), PipelineError> {
         let (gpus, lanes) = (self.gpus, self.lanes);
         let mut restoring = None;
         let begin = || {
-            signals.ask()?;
+            if !point.pass() {
+                return Err(PipelineError::Cancelled);
+            }
+            *asked = true;
             let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
             let extents = match_extents(process.extents(), &gpus, &lanes)?;
             restoring = Some(process);
@@ -238,57 +244,47 @@ impl Transfer {
     }
 }
 
-/// A signal ends the transfer until the driver is asked, and not after: what is RESTORING has no other way out than on.
-struct SignalsUntilAsked {
-    asked: Arc<Mutex<bool>>,
-    token: CancellationToken,
-    watcher: tokio::task::JoinHandle<()>,
+/// Up to here a signal gives the restore up; from here on it changes nothing, because a restore that is given up ends the target.
+struct PointOfNoReturn {
+    /// Whoever is first decides: the signal or the one who passes.
+    is_decided: Arc<AtomicBool>,
+    /// Cancelled by a signal that came first.
+    cancel: CancellationToken,
+    signal: tokio::task::JoinHandle<()>,
 }
 
-impl SignalsUntilAsked {
-    fn watch(session: &Session) -> Self {
-        let asked = Arc::new(Mutex::new(false));
-        let token = CancellationToken::new();
-        let watcher = session.runtime.spawn({
-            let (cancel, asked, token) =
-                (session.cancel.clone(), Arc::clone(&asked), token.clone());
-            async move {
-                cancel.cancelled().await;
-                if !*lock(&asked) {
-                    token.cancel();
-                }
+impl PointOfNoReturn {
+    fn before(session: &Session) -> Self {
+        let is_decided = Arc::new(AtomicBool::new(false));
+        let cancel = CancellationToken::new();
+        let (signalled, decided, given_up) = (
+            session.cancel.clone(),
+            Arc::clone(&is_decided),
+            cancel.clone(),
+        );
+        let signal = session.runtime.spawn(async move {
+            signalled.cancelled().await;
+            if !decided.swap(true, Ordering::SeqCst) {
+                given_up.cancel();
             }
         });
         Self {
-            asked,
-            token,
-            watcher,
+            is_decided,
+            cancel,
+            signal,
         }
     }
 
-    /// To be called right before the driver is asked.
-    fn ask(&self) -> Result<(), PipelineError> {
-        let mut asked = lock(&self.asked);
-        if self.token.is_cancelled() {
-            return Err(PipelineError::Cancelled);
-        }
-        *asked = true;
-        Ok(())
-    }
-
-    fn was_asked(&self) -> bool {
-        *lock(&self.asked)
+    /// Whether no signal came first.
+    fn pass(&self) -> bool {
+        !self.is_decided.swap(true, Ordering::SeqCst)
     }
 }
 
-impl Drop for SignalsUntilAsked {
+impl Drop for PointOfNoReturn {
     fn drop(&mut self) {
-        self.watcher.abort();
+        self.signal.abort();
     }
-}
-
-fn lock(asked: &Mutex<bool>) -> MutexGuard<'_, bool> {
-    asked.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether the image was made of this very process.

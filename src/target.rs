@@ -5,6 +5,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -114,9 +115,15 @@ impl Target {
 
     /// Whether this very process still lives (a zombie does not).
     pub fn is_alive(&self) -> bool {
+        !self.ends_within(Duration::ZERO)
+    }
+
+    /// Waits until it has ended, at most so long. Whether it has.
+    pub fn ends_within(&self, timeout: Duration) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let timeout = Timespec::try_from(timeout).unwrap_or_default();
         // The pidfd is readable once the process has ended.
-        matches!(poll(&mut fds, Some(&Timespec::default())), Ok(0))
+        !matches!(poll(&mut fds, Some(&timeout)), Ok(0))
     }
 
     /// Whether it is stopped by a signal or a tracer: a stopped process cannot answer the driver's lock.

@@ -4,6 +4,8 @@
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
+/// Driver calls that fail.
+mod faults_driver;
 /// The golden image, through the real binary.
 mod golden;
 /// The memory budget, held against what the kernel counts.

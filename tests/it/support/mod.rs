@@ -8,6 +8,7 @@ pub(crate) mod node;
 pub(crate) mod process;
 pub(crate) mod python;
 pub(crate) mod s3_server;
+pub(crate) mod scene;
 pub(crate) mod target;
 
 pub(crate) use ckptstream::{Ckptstream, Run};
