@@ -604,6 +604,7 @@ mod tests {
     use bytes::Bytes;
 
     use super::*;
+    use crate::codec::sample_data::frame_of;
     use crate::codec::{Encoder, Level};
     use crate::job_log::append_image;
     use crate::manifest::{
@@ -654,11 +655,11 @@ mod tests {
             .collect();
         let mut encoder = Encoder::new(Level::Fast).unwrap();
         let mut table = FrameTable::new(raw.len() as u64, CHUNK_LEN);
-        let (mut object, mut frame) = (Vec::new(), Vec::new());
+        let mut object = Vec::new();
         for chunk in raw.chunks(usize::try_from(CHUNK_LEN).unwrap()) {
-            let encoded = encoder.encode(chunk, &mut frame);
+            let (frame, encoded) = frame_of(&mut encoder, chunk);
             table.push(
-                u32::try_from(frame.len()).unwrap(),
+                u32::try_from(encoded.len).unwrap(),
                 encoded.kind,
                 encoded.digest,
             );
