@@ -150,7 +150,7 @@ fn check_save(records: &Records) -> Verdict {
                 other.end > request.start && (*after != "a look" || other.key == request.key)
             };
             demand!(
-                !earlier.iter().any(|other| is_late(other)),
+                !earlier.iter().any(is_late),
                 "{after} was asked for before {before} was answered"
             );
         }
