@@ -6,6 +6,8 @@ mod cli;
 mod config;
 /// Driver calls that fail.
 mod faults_driver;
+/// Requests to the store that fail.
+mod faults_store;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
 /// Servers and processes that the tests start.
