@@ -29,7 +29,7 @@ use crate::driver::{
     LockedProcess, ProcessState, RunningProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
-use crate::image::Image;
+use crate::image::{self, Image, ImageRef, LoadError};
 use crate::job_log::{self, CommitError, ImageEntry, JobLog};
 use crate::manifest::{
     AttemptClaim, Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host,
@@ -132,7 +132,7 @@ fn save(
     } = pipeline::save(lanes, resources).map_err(|error| lost(Phase::Stream, error.into()))?;
 
     clock.enter(Phase::Land);
-    land(session, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
+    let etags = land(session, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
     let leftovers = attempt.abort_uploads(session, &lanes);
     for leftover in leftovers {
         tracing::warn!("{leftover}");
@@ -141,17 +141,11 @@ fn save(
     clock.enter(Phase::Commit);
     expect_still(driver, target, ProcessState::Checkpointing)
         .map_err(|error| lost(Phase::Commit, error.into()))?;
-    let image = commit(session, driver, target, attempt, lanes).map_err(|error| {
-        let code = match error {
-            CommitFailed::Log(CommitError::Fenced { .. }) => ExitCode::Fenced,
-            CommitFailed::Log(CommitError::Unreachable { .. }) => ExitCode::CommitUnknown,
-            _ => ExitCode::Lost,
-        };
-        Failure {
-            code,
+    let image =
+        commit(session, driver, target, attempt, lanes, etags).map_err(|error| Failure {
+            code: error.code(),
             ..lost(Phase::Commit, error.into())
-        }
-    })?;
+        })?;
 
     clock.enter(Phase::Complete);
     let suspended = begun.complete().map_err(|error| Failure {
@@ -229,7 +223,7 @@ fn suspended_under_an_image(session: &Session, target: &Target) -> bool {
     let newest = session.wait(Image::open(
         &*session.store,
         &session.config.job,
-        crate::image::ImageRef::Latest,
+        ImageRef::Latest,
     ));
     newest.is_ok_and(|(image, _skipped)| restore::is_saved_process(&image.manifest, target))
 }
@@ -293,14 +287,20 @@ impl Attempt {
         };
         let key =
             Key::of_job(job, &crate::manifest::claim_key(&self.nonce)).map_err(OpenError::Key)?;
-        if session
-            .store
-            .put_if_absent(&key, claim.encode().into())
-            .await?
-            == PutOutcome::AlreadyExists
-        {
-            return Err(OpenError::Claimed {
-                key: key.to_string(),
+        let put = session.store.put_if_absent(&key, claim.encode().into());
+        if put.await? == PutOutcome::AlreadyExists {
+            let key = key.to_string();
+            return Err(OpenError::Claimed { key });
+        }
+        // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
+        let second = AttemptClaim {
+            created_ms: claim.created_ms + 1,
+            ..claim
+        };
+        let put = session.store.put_if_absent(&key, second.encode().into());
+        if put.await? == PutOutcome::Created {
+            return Err(OpenError::Unconditional {
+                store: session.store.describe(),
             });
         }
         self.next_slot = JobLog::read(&*session.store, job)
@@ -377,6 +377,11 @@ enum OpenError {
     Key(#[source] crate::store::BadKey),
     #[error("{key} is claimed by another save")]
     Claimed { key: String },
+    #[error(
+        "{store} ignores If-None-Match: it overwrote an object that a conditional write must leave alone, so two savers could both commit; \
+         use a store with conditional writes (store.url, store.endpoint)"
+    )]
+    Unconditional { store: String },
 }
 
 impl OpenError {
@@ -384,7 +389,7 @@ impl OpenError {
         match self {
             Self::Store(error) => code_before_begin(error),
             Self::Log(job_log::LogError::Store { source, .. }) => code_before_begin(source),
-            Self::Log(_) | Self::Key(_) => ExitCode::Preflight,
+            Self::Log(_) | Self::Key(_) | Self::Unconditional { .. } => ExitCode::Preflight,
             Self::Claimed { .. } => ExitCode::NotOurs,
         }
     }
@@ -594,8 +599,16 @@ fn lost(
     phase: Phase,
     cause: Box<dyn Error + Send + Sync>,
 ) -> Failure {
+    let found = look(driver, target);
     let mut failure = Failure::new(ExitCode::Lost, phase, cause);
-    failure.targets = vec![look(driver, target)];
+    if found.state == "checkpointing" {
+        failure.attached.push(format!(
+            "process {} is suspended and its GPU memory is mapped by ckptstream only; what the driver does with it when ckptstream exits is \
+             not documented, so treat the process as lost and end it",
+            found.pid
+        ));
+    }
+    failure.targets = vec![found];
     failure
 }
 
@@ -652,48 +665,17 @@ enum VoidError {
     },
 }
 
-/// Completes every upload, and looks at every object.
-fn land(session: &Session, lanes: &[SavedLane]) -> Result<(), StoreError> {
+/// Completes every upload, and looks at every object. Returns the store's tags for them.
+fn land(session: &Session, lanes: &[SavedLane]) -> Result<Vec<Option<String>>, LoadError> {
     let store = &*session.store_after_begin;
     let landing = lanes.iter().map(|lane| async move {
-        store
-            .complete_upload(
-                &lane.key,
-                &lane.upload,
-                &lane.parts,
-                lane.len,
-                lane.crc64.value(),
-            )
-            .await?;
-        look_at_object(store, lane).await
+        let crc64 = lane.crc64.value();
+        let completed =
+            store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, crc64);
+        completed.await.map_err(LoadError::Store)?;
+        image::look_at_object(store, &lane.key, lane.len, lane.crc64).await
     });
-    session
-        .wait(futures::future::try_join_all(landing))
-        .map(drop)
-}
-
-async fn look_at_object(store: &dyn Store, lane: &SavedLane) -> Result<(), StoreError> {
-    let mismatch = |what: String| StoreError::Mismatch {
-        operation: "HeadObject",
-        key: lane.key.to_string(),
-        what,
-    };
-    let info = store.head(&lane.key).await?.ok_or_else(|| {
-        mismatch("the object is not there after its upload was completed".to_owned())
-    })?;
-    if info.len != lane.len {
-        return Err(mismatch(format!(
-            "the object has {} bytes, not {}",
-            info.len, lane.len
-        )));
-    }
-    match info.crc64 {
-        Some(found) if found != lane.crc64.value() => Err(mismatch(format!(
-            "the object has CRC64NVME {found:016x}, not {:016x}",
-            lane.crc64.value()
-        ))),
-        _ => Ok(()),
-    }
+    session.wait(futures::future::try_join_all(landing))
 }
 
 /// Why a landed save was not committed.
@@ -708,7 +690,20 @@ enum CommitFailed {
     #[error("the manifest that we wrote does not verify; this is a defect of ckptstream")]
     Manifest(#[from] crate::manifest::ManifestError),
     #[error("the image was not entered into the job's log")]
-    Log(#[source] CommitError),
+    Log(#[source] Box<CommitError>),
+}
+
+impl CommitFailed {
+    fn code(&self) -> ExitCode {
+        let Self::Log(error) = self else {
+            return ExitCode::Lost;
+        };
+        match **error {
+            CommitError::Fenced { .. } => ExitCode::Fenced,
+            CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
+            _ => ExitCode::Lost,
+        }
+    }
 }
 
 /// Frame tables, then the manifest, then the one entry that makes the image.
@@ -718,6 +713,7 @@ fn commit(
     target: &Target,
     attempt: &Attempt,
     lanes: Vec<SavedLane>,
+    etags: Vec<Option<String>>,
 ) -> Result<Image, CommitFailed> {
     let job = &session.config.job;
     let store = &*session.store_after_begin;
@@ -779,13 +775,14 @@ fn commit(
         };
         let generation = job_log::append_image(store, job, attempt.next_slot, &entry)
             .await
-            .map_err(CommitFailed::Log)?;
+            .map_err(|error| CommitFailed::Log(Box::new(error)))?;
         Ok(Image {
             generation,
             attempt: attempt.nonce.clone(),
             manifest_digest,
             manifest,
             tables: vec![tables],
+            etags,
         })
     })
 }
@@ -861,6 +858,7 @@ fn resume(
         targets: vec![look(driver, target)],
         ..failure
     };
+    // The image is committed: bringing the target back is not given up for a signal.
     let surroundings = Session {
         cancel: CancellationToken::new(),
         ..session.clone()

@@ -75,6 +75,8 @@ pub struct Image {
     pub manifest: Manifest,
     /// One table per extent: `tables[p][e]` belongs to `manifest.processes[p].extents[e]`.
     pub tables: Vec<Vec<FrameTable>>,
+    /// The store's tags of the data objects when they were looked at, in the order of [`Manifest::extents`].
+    pub etags: Vec<Option<String>>,
 }
 
 /// An entry that was passed over on the way to the newest valid image.
@@ -124,7 +126,7 @@ pub enum Flaw {
         source: StoreError,
     },
     /// A data object has another length.
-    #[error("object {key} has {len} bytes, the manifest says {expected}")]
+    #[error("object {key} has {len} bytes, and must have {expected}")]
     Length {
         /// Key relative to the store's prefix.
         key: String,
@@ -134,7 +136,7 @@ pub enum Flaw {
         expected: u64,
     },
     /// A data object has another checksum.
-    #[error("object {key} has CRC64NVME {found}, the manifest says {expected}")]
+    #[error("object {key} has CRC64NVME {found}, and must have {expected}")]
     Checksum {
         /// Key relative to the store's prefix.
         key: String,
@@ -380,7 +382,7 @@ async fn open_latest(
             Entry::Image(image) if usable.iter().any(|(known, _)| *known == generation) => {
                 match load(store, job, generation, image).await {
                     Ok(image) => return Ok((image, skipped)),
-                    Err(LoadError::Flawed(flaw)) => flaw,
+                    Err(LoadError::Flawed(flaw)) => *flaw,
                     Err(LoadError::Store(source)) => {
                         let job = job.to_string();
                         return Err(ImageError::Unreachable { job, source });
@@ -429,7 +431,7 @@ async fn open_named(
         }
         Some(Entry::Image(image)) => match load(store, job, generation, image).await {
             Ok(image) => Ok(image),
-            Err(LoadError::Flawed(flaw)) => Err(damaged(flaw)),
+            Err(LoadError::Flawed(flaw)) => Err(damaged(*flaw)),
             Err(LoadError::Store(source)) => {
                 let job = job.to_string();
                 Err(ImageError::Unreachable { job, source })
@@ -446,15 +448,20 @@ async fn open_named(
     }
 }
 
-/// Why an image was not loaded.
-enum LoadError {
-    Flawed(Flaw),
-    Store(StoreError),
+/// Why an object, or an image, cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LoadError {
+    /// It is there, and not what it must be; or it is not there.
+    #[error("a stored object is not as it must be")]
+    Flawed(#[source] Box<Flaw>),
+    /// Nothing is known about it.
+    #[error("the store cannot be asked")]
+    Store(#[source] StoreError),
 }
 
 impl From<Flaw> for LoadError {
     fn from(flaw: Flaw) -> Self {
-        LoadError::Flawed(flaw)
+        LoadError::Flawed(Box::new(flaw))
     }
 }
 
@@ -468,7 +475,7 @@ async fn load(
     let bytes = read_whole(store, &key, entry.manifest_len).await?;
     let found = manifest::digest_of(&bytes);
     if found != entry.manifest_digest {
-        return Err(LoadError::Flawed(Flaw::ManifestDigest {
+        return Err(LoadError::from(Flaw::ManifestDigest {
             key: key.to_string(),
             found,
             expected: entry.manifest_digest,
@@ -486,15 +493,18 @@ async fn load(
     ] {
         if !same {
             let key = key.to_string();
-            return Err(LoadError::Flawed(Flaw::Disagreement { key, field }));
+            return Err(LoadError::from(Flaw::Disagreement { key, field }));
         }
     }
 
     let extents: Vec<&ExtentRecord> = manifest.extents().collect();
-    stream::iter(&extents)
-        .map(|extent| check_object(store, job, extent))
-        .buffer_unordered(PARALLELISM)
-        .try_collect::<Vec<()>>()
+    let etags = stream::iter(&extents)
+        .map(|extent| async move {
+            let key = Key::of_job(job, &extent.object.key).map_err(Flaw::Key)?;
+            look_at_object(store, &key, extent.object.len, extent.object.crc64).await
+        })
+        .buffered(PARALLELISM)
+        .try_collect()
         .await?;
     let tables: Vec<FrameTable> = stream::iter(&extents)
         .map(|extent| load_table(store, job, extent))
@@ -513,6 +523,7 @@ async fn load(
         manifest_digest: entry.manifest_digest,
         manifest,
         tables,
+        etags,
     })
 }
 
@@ -534,7 +545,7 @@ async fn load_table(
         Err(error) => std::panic::resume_unwind(error.into_panic()),
     };
     let table = table.map_err(|source| {
-        LoadError::Flawed(Flaw::Content {
+        LoadError::from(Flaw::Content {
             key: key.to_string(),
             source,
         })
@@ -559,7 +570,7 @@ async fn check_seek_table(
         .await
         .map_err(|error| absent(&key, error))?;
     table.check_seek_table(&bytes).map_err(|source| {
-        LoadError::Flawed(Flaw::SeekTable {
+        LoadError::from(Flaw::SeekTable {
             key: key.to_string(),
             source,
         })
@@ -579,56 +590,53 @@ async fn read_whole(store: &dyn Store, key: &Key, len: u64) -> Result<Vec<u8>, L
 fn absent(key: &Key, source: StoreError) -> LoadError {
     if source.is_about_the_object() {
         let key = key.to_string();
-        LoadError::Flawed(Flaw::Object { key, source })
+        LoadError::from(Flaw::Object { key, source })
     } else {
         LoadError::Store(source)
     }
 }
 
-/// Looks at a data object: length, and checksum where the store keeps one.
-async fn check_object(
+/// Looks at a data object: length, and checksum where the store keeps one. Returns the store's tag for it.
+pub(crate) async fn look_at_object(
     store: &dyn Store,
-    job: &JobName,
-    extent: &ExtentRecord,
-) -> Result<(), LoadError> {
-    let record = &extent.object;
-    let key = Key::of_job(job, &record.key).map_err(Flaw::Key)?;
-    let mut info = store.head(&key).await.map_err(LoadError::Store)?;
-    if info.as_ref().is_none_or(|info| info.len < record.len) {
+    key: &Key,
+    len: u64,
+    crc64: Crc64,
+) -> Result<Option<String>, LoadError> {
+    let mut info = store.head(key).await.map_err(LoadError::Store)?;
+    if info.as_ref().is_none_or(|info| info.len < len) {
         // Some stores show a new object late, or a part of it. Reading its last byte waits for it as long as is sensible; then the look counts.
-        let last = record.len.saturating_sub(1)..record.len;
-        let read = store.get_range(&key, last, None, &mut [0]).await;
-        read.map_err(|error| absent(&key, error))?;
-        info = store.head(&key).await.map_err(LoadError::Store)?;
+        let last = len.saturating_sub(1)..len;
+        let read = store.get_range(key, last, None, &mut [0]).await;
+        read.map_err(|error| absent(key, error))?;
+        info = store.head(key).await.map_err(LoadError::Store)?;
     }
     let Some(info) = info else {
         let source = StoreError::NotFound {
             operation: "HeadObject",
             key: key.to_string(),
         };
-        return Err(absent(&key, source));
+        return Err(absent(key, source));
     };
-    if info.len != record.len {
-        return Err(LoadError::Flawed(Flaw::Length {
+    if info.len != len {
+        return Err(LoadError::from(Flaw::Length {
             key: key.to_string(),
             len: info.len,
-            expected: record.len,
+            expected: len,
         }));
     }
     match info.crc64.map(Crc64::from_value) {
-        Some(found) if found != record.crc64 => Err(LoadError::Flawed(Flaw::Checksum {
+        Some(found) if found != crc64 => Err(LoadError::from(Flaw::Checksum {
             key: key.to_string(),
             found,
-            expected: record.crc64,
+            expected: crc64,
         })),
-        _ => Ok(()),
+        _ => Ok(info.etag),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use bytes::Bytes;
 
     use super::*;
@@ -678,14 +686,18 @@ mod tests {
     /// Stores one extent of a chunk and a half, and returns its record.
     async fn store_extent(store: &dyn Store, attempt: &str, number: usize) -> ExtentRecord {
         let raw: Vec<u8> = (0..CHUNK_LEN * 3 / 2)
-            .map(|at| (at / 4096 % 251) as u8)
+            .map(|at| (at / 4096).to_le_bytes()[0])
             .collect();
         let mut encoder = Encoder::new(Level::Fast).unwrap();
         let mut table = FrameTable::new(raw.len() as u64, CHUNK_LEN);
         let (mut object, mut frame) = (Vec::new(), Vec::new());
-        for chunk in raw.chunks(CHUNK_LEN as usize) {
+        for chunk in raw.chunks(usize::try_from(CHUNK_LEN).unwrap()) {
             let encoded = encoder.encode(chunk, &mut frame);
-            table.push(frame.len() as u32, encoded.kind, encoded.digest);
+            table.push(
+                u32::try_from(frame.len()).unwrap(),
+                encoded.kind,
+                encoded.digest,
+            );
             object.extend_from_slice(&frame);
         }
         object.extend(table.seek_table());
@@ -778,27 +790,22 @@ mod tests {
         put(store, &relative, entry.to_string().into_bytes()).await;
     }
 
+    type Change = fn(&mut Vec<u8>);
+
     /// Every way to damage an image that a look without reading the data can find: name, object, change.
-    fn damages() -> BTreeMap<&'static str, (&'static str, fn(&mut Vec<u8>))> {
-        BTreeMap::from([
-            (
-                "manifest flipped",
-                ("manifest.json", (|b| b[40] ^= 1) as fn(&mut Vec<u8>)),
-            ),
-            (
-                "manifest cut",
-                ("manifest.json", |b| b.truncate(b.len() - 1)),
-            ),
-            ("manifest empty", ("manifest.json", Vec::clear)),
-            ("table flipped", ("1/gpu-2.frames.json", |b| b[40] ^= 1)),
-            (
-                "table cut",
-                ("1/gpu-2.frames.json", |b| b.truncate(b.len() / 2)),
-            ),
-            ("object flipped", ("1/gpu-1.1.zst", |b| b[10] ^= 1)),
-            ("object cut", ("1/gpu-1.1.zst", |b| b.truncate(b.len() - 1))),
-            ("object longer", ("1/gpu-1.1.zst", |b| b.push(0))),
-        ])
+    fn damages() -> Vec<(&'static str, &'static str, Change)> {
+        vec![
+            ("manifest flipped", "manifest.json", |b| b[40] ^= 1),
+            ("manifest cut", "manifest.json", |b| b.truncate(b.len() - 1)),
+            ("manifest empty", "manifest.json", Vec::clear),
+            ("table flipped", "1/gpu-2.frames.json", |b| b[40] ^= 1),
+            ("table cut", "1/gpu-2.frames.json", |b| {
+                b.truncate(b.len() / 2)
+            }),
+            ("object flipped", "1/gpu-1.1.zst", |b| b[10] ^= 1),
+            ("object cut", "1/gpu-1.1.zst", |b| b.truncate(b.len() - 1)),
+            ("object longer", "1/gpu-1.1.zst", |b| b.push(0)),
+        ]
     }
 
     #[test]
@@ -846,9 +853,42 @@ mod tests {
         assert_eq!(older.generation, 1);
     }
 
+    /// Every file of the golden image of format 1, as the store would list it.
+    async fn store_golden(store: &dyn Store) {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v1");
+        let mut folders = vec![root.join("golden")];
+        while let Some(folder) = folders.pop() {
+            for file in std::fs::read_dir(folder).unwrap() {
+                let path = file.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let name = path.strip_prefix(&root).unwrap().to_str().unwrap();
+                let bytes = std::fs::read(&path).unwrap().into();
+                let put = store.put_if_absent(&Key::new(name).unwrap(), bytes).await;
+                put.unwrap();
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn the_golden_image_of_format_1_opens() {
+        let store = MemoryStore::new();
+        store_golden(&store).await;
+        let jobs = list_jobs(&store).await.unwrap();
+        assert_eq!(jobs, [JobName::new("golden").unwrap()]);
+        let (image, skipped) = Image::open(&store, &jobs[0], ImageRef::Latest)
+            .await
+            .unwrap();
+        assert!(skipped.is_empty());
+        assert_eq!(image.generation, 1);
+        assert_eq!(image.tables.iter().map(Vec::len).sum::<usize>(), 2);
+    }
+
     #[tokio::test]
     async fn a_damaged_image_is_passed_over_and_named() {
-        for (name, (object, change)) in damages() {
+        for (name, object, change) in damages() {
             let store = MemoryStore::new();
             save(&store, 1).await;
             let entry = save(&store, 2).await;

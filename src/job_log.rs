@@ -38,6 +38,9 @@ const BATCH: (u64, u64) = (4, 32);
 /// How often a gap is read again before it counts as one. A writer may fill a slot between our two reads.
 const GAP_READS: u32 = 3;
 
+/// How often a slot is read before its entry counts as damaged. Some stores serve a new object short at first.
+const DAMAGED_READS: u32 = 3;
+
 /// What stands in one slot of the log. A writer is a process that may save the job, known by its nonce.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "entry", rename_all = "kebab-case")]
@@ -354,10 +357,8 @@ impl JobLog {
 
     /// Generations and entries, oldest first.
     pub fn entries(&self) -> impl DoubleEndedIterator<Item = (u64, &Entry)> {
-        (1..)
-            .zip(self.entries.iter())
-            .collect::<Vec<_>>()
-            .into_iter()
+        let numbered = self.entries.iter().enumerate();
+        numbered.map(|(index, entry)| (index as u64 + 1, entry))
     }
 
     /// The first free slot at the time of reading.
@@ -373,24 +374,27 @@ impl JobLog {
 
     /// Generations and entries of the images that are neither `bad` nor `dropped`, newest first.
     pub fn images(&self) -> Vec<(u64, &ImageEntry)> {
-        let bad: HashSet<u64> = self
-            .entries
-            .iter()
-            .filter_map(|entry| match entry {
-                Entry::Bad { generation, .. } => Some(*generation),
-                _ => None,
-            })
-            .collect();
-        let usable = self
-            .entries()
-            .rev()
+        let (mut bad, mut dropped) = (HashSet::new(), HashSet::new());
+        for entry in &self.entries {
+            match entry {
+                Entry::Bad { generation, .. } => {
+                    bad.insert(*generation);
+                }
+                Entry::Dropped { attempt, .. } => {
+                    dropped.insert(attempt);
+                }
+                _ => {}
+            }
+        }
+        let images = self.entries().rev();
+        images
             .filter_map(|(generation, entry)| match entry {
-                Entry::Image(image) => Some((generation, image)),
+                Entry::Image(image)
+                    if !bad.contains(&generation) && !dropped.contains(&image.attempt) =>
+                {
+                    Some((generation, image))
+                }
                 _ => None,
-            });
-        usable
-            .filter(|(generation, image)| {
-                !bad.contains(generation) && !self.is_dropped(&image.attempt)
             })
             .collect()
     }
@@ -519,14 +523,23 @@ async fn read_slot(
     generation: u64,
 ) -> Result<Option<Entry>, LogError> {
     let key = slot_key(job, generation)?;
-    match store.get(&key, ENTRY_LEN_MAX).await {
-        Ok(bytes) => Ok(bytes.map(|bytes| Entry::decode(&bytes))),
-        Err(StoreError::Mismatch { what, .. }) => Ok(Some(Entry::Damaged { what })),
-        Err(source) => Err(LogError::Store {
-            job: job.to_string(),
-            source,
-        }),
+    let mut seen = None;
+    for _ in 0..DAMAGED_READS {
+        seen = match store.get(&key, ENTRY_LEN_MAX).await {
+            Ok(bytes) => bytes.map(|bytes| Entry::decode(&bytes)),
+            Err(StoreError::Mismatch { what, .. }) => Some(Entry::Damaged { what }),
+            Err(source) => {
+                return Err(LogError::Store {
+                    job: job.to_string(),
+                    source,
+                });
+            }
+        };
+        if !matches!(seen, Some(Entry::Damaged { .. })) {
+            break;
+        }
     }
+    Ok(seen)
 }
 
 #[cfg(test)]
@@ -760,6 +773,14 @@ mod tests {
         log_of(&store, &[open("w"), Entry::Image(image("w", OURS))]).await;
         let log = JobLog::read(&store, &job()).await.unwrap();
         assert_eq!(generations(&log), [2]);
+    }
+
+    #[tokio::test]
+    async fn an_entry_that_comes_short_once_is_not_damaged() {
+        let store = Faulty::new().fail("get", 1..2, Fault::Short);
+        log_of(&store, &[Entry::Image(image("w", OURS))]).await;
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        assert_eq!(generations(&log), [1]);
     }
 
     #[tokio::test]

@@ -25,6 +25,7 @@ use crate::codec::Decoder;
 use crate::config::Verify;
 use crate::driver::{
     BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid,
+    RestoringProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef};
@@ -35,7 +36,7 @@ use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, Pipeli
 use crate::plan::{self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_groups, plan_load};
 use crate::progress::LaneMeter;
 use crate::session::{Interrupted, Session};
-use crate::store::Key;
+use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 
 /// Puts an image back into a suspended process and lets it run.
@@ -50,10 +51,9 @@ pub fn restore(
 ) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
     let target = Target::look(pid).map_err(|error| {
-        let code = if matches!(error, TargetError::Look { .. }) {
-            ExitCode::RestoreRefused
-        } else {
-            ExitCode::Config
+        let code = match error {
+            TargetError::Thread { .. } | TargetError::Ourselves { .. } => ExitCode::Config,
+            _ => ExitCode::RestoreRefused,
         };
         Failure::new(code, Phase::Read, error)
     })?;
@@ -66,7 +66,7 @@ pub fn restore(
         .verify
         .unwrap_or_else(|| default_verify(image.manifest.kind, into_fresh));
     if verify == Verify::All {
-        load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error))?;
+        load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error.into()))?;
     }
     let suspended_since = clock.enter(Phase::Restore);
     let loaded = bring_back(
@@ -146,77 +146,102 @@ pub(crate) fn bring_back(
     if clock.phase() != Phase::Restore {
         clock.enter(Phase::Restore);
     }
-    let plan = load_plan(session, image).map_err(|error| refused(Phase::Restore, error))?;
-    let gpus =
-        destinations(driver, image, pairs).map_err(|error| refused(Phase::Restore, error))?;
-    let lanes = lanes(session, image, &plan, Some(driver))
-        .map_err(|error| refused(Phase::Restore, error))?;
-    let queues = gpus
-        .iter()
-        .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
-        .collect::<Result<Vec<_>, _>>();
-    let queues = queues.map_err(|error| refused(Phase::Restore, error))?;
+    let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
-    let resources = LoadResources {
-        store: Arc::clone(&session.store_after_begin),
-        cancel: point.cancel.clone(),
-        ..resources(session, &plan).map_err(|error| refused(Phase::Restore, error))?
-    };
-
-    let mut restoring = None;
-    let mut asked = false;
-    let begin = || {
-        if !point.pass() {
-            return Err(PipelineError::Cancelled);
-        }
-        asked = true;
-        let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
-        let extents = match_extents(process.extents(), &gpus, &lanes)?;
-        restoring = Some(process);
-        Ok(extents)
-    };
-    let loaded = if lanes.is_empty() {
-        // No GPU held data: there is nothing to fetch, and the driver still has to be asked.
-        begin().map(|_none: Vec<Extent>| Loaded {
-            stages: Vec::new(),
-            slowest_stage: None,
-        })
-    } else {
-        pipeline::load(
-            &lanes,
-            resources,
-            Destination::Gpus {
-                queues,
-                begin: Box::new(begin),
-            },
-        )
-    };
+    let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
         failure.targets = vec![look(driver, target)];
         failure
     };
-    let loaded = match loaded {
-        Ok(loaded) => loaded,
+    let mut asked = false;
+    let (restoring, loaded) = match transfer.run(suspended, pairs, &point, &mut asked) {
+        Ok(done) => done,
         Err(error) if asked => return Err(failed(Phase::Restore, error.into())),
-        Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => {
-            return Err(refused(Phase::Restore, Interrupted));
-        }
-        Err(error) => return Err(refused(Phase::Restore, error)),
+        Err(PipelineError::Cancelled) => return Err(refused(Interrupted.into())),
+        Err(error) => return Err(refused(error.into())),
     };
-    let Some(restoring) = restoring else {
-        unreachable!("a load that succeeded has asked the driver");
-    };
-
     clock.enter(Phase::Complete);
-    let locked = restoring
-        .complete()
-        .map_err(|error| failed(Phase::Complete, error.into()))?;
+    let completed = restoring.complete();
+    let locked = completed.map_err(|error| failed(Phase::Complete, error.into()))?;
     clock.enter(Phase::Unlock);
-    locked
-        .unlock()
-        .map_err(|error| failed(Phase::Unlock, error.into()))?;
+    let unlocked = locked.unlock();
+    unlocked.map_err(|error| failed(Phase::Unlock, error.into()))?;
     Ok(loaded)
+}
+
+/// Everything that a transfer to GPUs needs, in hand before the driver is asked.
+struct Transfer {
+    /// The present GPU of each lane.
+    gpus: Vec<usize>,
+    lanes: Vec<LoadLane>,
+    queues: Vec<CopyQueue>,
+    resources: LoadResources,
+}
+
+impl Transfer {
+    fn prepare(
+        session: &Session,
+        driver: &Arc<Driver>,
+        image: &Image,
+        pairs: &[(GpuUuid, GpuUuid)],
+        point: &PointOfNoReturn,
+    ) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        let plan = load_plan(session, image)?;
+        let gpus = destinations(driver, image, pairs)?;
+        let lanes = lanes(session, image, &plan, Some(driver))?;
+        let queues = gpus
+            .iter()
+            .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
+            .collect::<Result<Vec<_>, _>>()?;
+        let store = Arc::clone(&session.store_after_begin);
+        let resources = resources(session, &plan, store, point.cancel.clone())?;
+        Ok(Self {
+            gpus,
+            lanes,
+            queues,
+            resources,
+        })
+    }
+
+    /// Asks the driver as soon as the first chunks wait in the rings, and copies everything in.
+    fn run(
+        self,
+        suspended: CheckpointedProcess,
+        pairs: &[(GpuUuid, GpuUuid)],
+        point: &PointOfNoReturn,
+        asked: &mut bool,
+    ) -> Result<(RestoringProcess, Loaded), PipelineError> {
+        let (gpus, lanes) = (self.gpus, self.lanes);
+        let mut restoring = None;
+        let begin = || {
+            if !point.pass() {
+                return Err(PipelineError::Cancelled);
+            }
+            *asked = true;
+            let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
+            let extents = match_extents(process.extents(), &gpus, &lanes)?;
+            restoring = Some(process);
+            Ok(extents)
+        };
+        let loaded = if lanes.is_empty() {
+            // No GPU held data: there is nothing to fetch, and the driver still has to be asked.
+            begin().map(|_none: Vec<Extent>| Loaded {
+                stages: Vec::new(),
+                slowest_stage: None,
+            })?
+        } else {
+            let destination = Destination::Gpus {
+                queues: self.queues,
+                begin: Box::new(begin),
+            };
+            pipeline::load(&lanes, self.resources, destination)?
+        };
+        let Some(restoring) = restoring else {
+            unreachable!("a load that succeeded has asked the driver");
+        };
+        Ok((restoring, loaded))
+    }
 }
 
 /// Up to here a signal gives the restore up; from here on it changes nothing, because a restore that is given up ends the target.
@@ -311,8 +336,7 @@ pub(crate) fn outcome_of(
     }
 }
 
-fn refused(phase: Phase, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Failure {
-    let cause = cause.into();
+fn refused(phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
     // A signal before the driver was asked leaves everything as it was found, like every other refusal.
     Failure::new(ExitCode::RestoreRefused, phase, cause)
 }
@@ -631,7 +655,12 @@ enum LoadFailed {
 fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, LoadFailed> {
     let plan = load_plan(session, image)?;
     let lanes = lanes(session, image, &plan, None)?;
-    let resources = resources(session, &plan)?;
+    let resources = resources(
+        session,
+        &plan,
+        Arc::clone(&session.store),
+        session.cancel.clone(),
+    )?;
     match pipeline::load(&lanes, resources, Destination::Nowhere) {
         Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => Err(Interrupted.into()),
         outcome => Ok(outcome?),
@@ -666,16 +695,13 @@ fn lanes(
     driver: Option<&Arc<Driver>>,
 ) -> Result<Vec<LoadLane>, LoadFailed> {
     let mut lanes = Vec::new();
-    for (index, (extent, table)) in image
-        .manifest
-        .extents()
-        .zip(image.tables.iter().flatten())
-        .enumerate()
-    {
+    let tables = image.tables.iter().flatten();
+    let stored = image.manifest.extents().zip(tables).zip(&image.etags);
+    for (index, ((extent, table), etag)) in stored.enumerate() {
         let chunk_len = usize::try_from(extent.chunk_len).unwrap_or(usize::MAX);
         lanes.push(LoadLane {
             key: Key::of_job(&session.config.job, &extent.object.key)?,
-            etag: None,
+            etag: etag.clone(),
             frames: table.entries().collect(),
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
@@ -689,19 +715,24 @@ fn lanes(
     Ok(lanes)
 }
 
-fn resources(session: &Session, plan: &LoadPlan) -> Result<LoadResources, LoadFailed> {
+fn resources(
+    session: &Session,
+    plan: &LoadPlan,
+    store: Arc<dyn Store>,
+    cancel: CancellationToken,
+) -> Result<LoadResources, LoadFailed> {
     let fetch_len = usize::try_from(plan.fetch_len_max).unwrap_or(usize::MAX);
     let mut decoders = Vec::new();
     for _ in 0..plan.threads {
         decoders.push(Decoder::new()?);
     }
     Ok(LoadResources {
-        store: Arc::clone(&session.store),
+        store,
         runtime: session.runtime.clone(),
         decoders,
         fetch_buffers: BufferPool::new(plan.fetch_buffers, fetch_len, None)?,
         meter: Arc::clone(&session.meter),
-        cancel: session.cancel.clone(),
+        cancel,
     })
 }
 

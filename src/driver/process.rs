@@ -154,7 +154,7 @@ impl LockedProcess {
     ///
     /// # Errors
     /// [`BeginError`], which holds the target again if it is still locked.
-    pub fn begin_checkpoint(mut self) -> Result<CheckpointingProcess, BeginError> {
+    pub fn begin_checkpoint(mut self) -> Result<CheckpointingProcess, Box<BeginError>> {
         self.guard = false;
         match self.map_out() {
             Ok((handle, extents)) => Ok(CheckpointingProcess {
@@ -170,12 +170,12 @@ impl LockedProcess {
                     self.guard = true;
                     self
                 });
-                Err(BeginError {
+                Err(Box::new(BeginError {
                     pid,
                     state,
                     locked,
                     source,
-                })
+                }))
             }
         }
     }

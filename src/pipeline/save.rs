@@ -253,9 +253,13 @@ impl Compressors<'_> {
             } = chunk;
             drop(buffer);
             target.meter.second.fetch_add(len as u64, Ordering::Relaxed);
+            let encoded_at = Instant::now();
+            self.gauge.busy(len as u64, encoded_at - started);
+            // Packing counts as work; waiting for the lane's packer, or in it for a part buffer, does not.
             let mut packer = self.packers[lane]
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
+            let packing_at = Instant::now();
             let blocked = packer.push(
                 index,
                 PackedFrame {
@@ -264,9 +268,9 @@ impl Compressors<'_> {
                 },
             )?;
             drop(packer);
-            self.gauge.blocked(blocked);
+            self.gauge.blocked(blocked + (packing_at - encoded_at));
             self.gauge
-                .busy(len as u64, started.elapsed().saturating_sub(blocked));
+                .busy(0, packing_at.elapsed().saturating_sub(blocked));
         }
     }
 }

@@ -26,6 +26,8 @@ pub(crate) enum Fault {
     Absent,
     /// The call takes effect, and its answer is lost.
     Lost,
+    /// [`Store::get`] gives half of the object.
+    Short,
     /// Nothing is done and no answer ever comes.
     Stall,
 }
@@ -63,6 +65,21 @@ impl Faulty {
             .unwrap_or(0)
     }
 
+    /// Counts a call, and says what is to happen to it.
+    fn fault(&self, operation: &'static str) -> Option<Fault> {
+        let count = {
+            let mut calls = self.calls.lock().unwrap();
+            let count = calls.entry(operation).or_default();
+            *count += 1;
+            *count
+        };
+        let rules = self.rules.lock().unwrap();
+        let hit = rules
+            .iter()
+            .find(|(on, calls, _)| *on == operation && calls.contains(&count));
+        hit.map(|(_, _, fault)| *fault)
+    }
+
     async fn call<T>(
         &self,
         operation: &'static str,
@@ -70,19 +87,18 @@ impl Faulty {
         call: BoxFuture<'_, Result<T, StoreError>>,
         absent: impl FnOnce(StoreError) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let count = {
-            let mut calls = self.calls.lock().unwrap();
-            let count = calls.entry(operation).or_default();
-            *count += 1;
-            *count
-        };
-        let fault = {
-            let rules = self.rules.lock().unwrap();
-            let hit = rules
-                .iter()
-                .find(|(on, calls, _)| *on == operation && calls.contains(&count));
-            hit.map(|(_, _, fault)| *fault)
-        };
+        let fault = self.fault(operation);
+        self.apply(fault, operation, key, call, absent).await
+    }
+
+    async fn apply<T>(
+        &self,
+        fault: Option<Fault>,
+        operation: &'static str,
+        key: &str,
+        call: BoxFuture<'_, Result<T, StoreError>>,
+        absent: impl FnOnce(StoreError) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
         let key = key.to_owned();
         let transient = |what: &str| StoreError::Transient {
             operation,
@@ -91,7 +107,7 @@ impl Faulty {
             source: None,
         };
         match fault {
-            None => call.await,
+            None | Some(Fault::Short) => call.await,
             Some(Fault::Transient) => Err(transient("scripted fault")),
             Some(Fault::SlowDown) => Err(StoreError::SlowDown {
                 operation,
@@ -167,8 +183,17 @@ impl Store for Faulty {
         key: &'a Key,
         len_max: usize,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        let call = self.inner.get(key, len_max);
-        self.call("get", key.as_str(), call, |_| Ok(None)).boxed()
+        async move {
+            let fault = self.fault("get");
+            if fault == Some(Fault::Short) {
+                let bytes = self.inner.get(key, len_max).await?;
+                return Ok(bytes.map(|bytes| bytes.slice(..bytes.len() / 2)));
+            }
+            let call = self.inner.get(key, len_max);
+            self.apply(fault, "get", key.as_str(), call, |_| Ok(None))
+                .await
+        }
+        .boxed()
     }
 
     fn get_range<'a>(

@@ -145,10 +145,11 @@ impl MemoryStore {
             ));
         }
         if Crc64::of(&bytes).value() != crc64 {
-            return Err(refused(
-                "BadDigest",
-                "CRC64NVME of the whole object".to_owned(),
-            ));
+            return Err(StoreError::Mismatch {
+                operation: OPERATION,
+                key: key.to_string(),
+                what: "CRC64NVME of the whole object".to_owned(),
+            });
         }
         let etag = state.name("object");
         state.uploads.remove(upload);

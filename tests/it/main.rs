@@ -8,8 +8,18 @@ mod config;
 mod faults_driver;
 /// Requests to the store that fail.
 mod faults_store;
+/// The golden image, through the real binary.
+mod golden;
+/// The memory budget, held against what the kernel counts.
+mod memory;
+/// The order of events, as the driver and the store see it.
+mod order;
+/// Saved and put back: every byte of every shape of memory.
+mod roundtrip;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
+/// Our objects through other people's tools.
+mod stranger;
 /// Servers and processes that the tests start.
 mod support;
 /// The house rules that a compiler does not know.

@@ -1,4 +1,4 @@
-//! The store's contract, the same for every store, and what the S3 store makes of a server's faults.
+//! The store's contract, the same for every store, and what the S3 store and its retries make of a server's faults.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::S3Server;
-use crate::support::s3_server::{BUCKET, has_credentials};
+use crate::support::s3_server::{BUCKET, has_credentials, in_environment};
 
 fn key(text: &str) -> Key {
     Key::new(text).unwrap()
@@ -120,7 +120,7 @@ async fn small_objects(store: &dyn Store) {
     );
     let again = store.put_if_absent(&here, noise(10, 2)).await.unwrap();
     assert_eq!(again, PutOutcome::AlreadyExists);
-    assert_eq!(store.get(&here, 1000).await.unwrap(), Some(bytes.clone()));
+    assert!(store.get(&here, 1000).await.unwrap().as_ref() == Some(&bytes));
     let long = store.get(&here, 999).await;
     assert!(matches!(long, Err(StoreError::Mismatch { .. })), "{long:?}");
     let info: ObjectInfo = store.head(&here).await.unwrap().unwrap();
@@ -253,7 +253,10 @@ async fn refused_uploads(store: &dyn Store) {
     let complete = store
         .complete_upload(&here, &id, &[two], 100, crc64(&body) ^ 1)
         .await;
-    assert!(complete.is_err(), "a wrong checksum of the whole object");
+    assert!(
+        matches!(complete, Err(StoreError::Mismatch { .. })),
+        "{complete:?}"
+    );
     assert_eq!(store.head(&here).await.unwrap(), None);
     store.abort_upload(&here, &id).await.unwrap();
 }
@@ -408,4 +411,475 @@ async fn another_s3_keeps_the_contract() {
         };
         contract(&S3Store::connect(&config).await.unwrap()).await;
     }
+}
+
+/// A server that takes short parts, so that two parts are cheap.
+fn lenient(extra_args: &[&str]) -> S3Server {
+    S3Server::start(&[&["--min-part", "1KiB"], extra_args].concat())
+}
+
+async fn connect(server: &S3Server) -> S3Store {
+    S3Store::connect(&config(&server.endpoint, "p"))
+        .await
+        .unwrap()
+}
+
+/// Every request that the product makes, once, under keys that start with `name`; each answer is checked.
+async fn every_request(store: &dyn Store, name: &str) {
+    let (small, body) = (key(&format!("{name}/small")), noise(5000, 20));
+    assert_eq!(
+        store.put_if_absent(&small, body.clone()).await.unwrap(),
+        PutOutcome::Created
+    );
+    assert!(store.get(&small, 5000).await.unwrap() == Some(body));
+    let large = key(&format!("{name}/large"));
+    let parts = [noise(300_000, 21), noise(200_000, 22)];
+    upload(store, &large, &parts).await.unwrap();
+    assert_eq!(store.head(&large).await.unwrap().unwrap().len, 500_000);
+    assert!(read_range(store, &large, 0..500_000).await.unwrap() == parts.concat());
+    assert_eq!(store.list(&format!("{name}/")).await.unwrap().len(), 2);
+    let given_up = key(&format!("{name}/given up"));
+    let id = store.begin_upload(&given_up).await.unwrap();
+    store.abort_upload(&given_up, &id).await.unwrap();
+    store.delete(&small).await.unwrap();
+    assert_eq!(store.head(&small).await.unwrap(), None);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn passing_faults_are_not_seen() {
+    if !has_credentials("store_contract::passing_faults_are_not_seen") {
+        return;
+    }
+    const ALL: [&str; 9] = [
+        "PutObject",
+        "GetObject",
+        "CreateMultipartUpload",
+        "UploadPart",
+        "CompleteMultipartUpload",
+        "HeadObject",
+        "ListObjectsV2",
+        "AbortMultipartUpload",
+        "DeleteObject",
+    ];
+    let server = lenient(&[]);
+    let (store, meter) = patient(connect(&server).await);
+    let cases = [
+        (&ALL[..], json!({"status": 503, "code": "SlowDown"})),
+        (&ALL, json!({"status": 500, "code": "InternalError"})),
+        (
+            &ALL,
+            json!({"status": 502, "body": "<html>bad gateway</html>"}),
+        ),
+        (&ALL, json!({"drop": true})),
+        // The answer is lost, the effect is not.
+        (&ALL, json!({"apply": true, "drop": true})),
+        (
+            &ALL,
+            json!({"apply": true, "status": 500, "code": "InternalError"}),
+        ),
+        (
+            &["PutObject", "UploadPart"],
+            json!({"status": 400, "code": "RequestTimeout"}),
+        ),
+        (
+            &["PutObject"],
+            json!({"status": 409, "code": "ConditionalRequestConflict"}),
+        ),
+        // S3 sends 200 before it has assembled the object.
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "code": "InternalError"}),
+        ),
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "code": "SlowDown"}),
+        ),
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "empty": true, "apply": true}),
+        ),
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "empty": true}),
+        ),
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "body": "<CompleteMultip"}),
+        ),
+        (
+            &["CompleteMultipartUpload"],
+            json!({"status": 200, "body": "<CompleteMultipartUploadResult/>"}),
+        ),
+        (
+            &["UploadPart"],
+            json!({"wire": "reset-after", "bytes": 100_000}),
+        ),
+        (
+            &["UploadPart"],
+            json!({"wire": "flip-bit", "of": "request", "bytes": 1000}),
+        ),
+        (&["GetObject"], json!({"wire": "cut-after", "bytes": 1000})),
+        (
+            &["GetObject"],
+            json!({"wire": "short-after", "bytes": 1000}),
+        ),
+        (
+            &["GetObject"],
+            json!({"wire": "reset-after", "of": "response", "bytes": 1000}),
+        ),
+    ];
+    for (case, (operations, action)) in cases.iter().enumerate() {
+        for operation in *operations {
+            // A small object that comes short cannot be told from a shorter one; what reads it must know its form.
+            let range = if action["wire"] == "short-after" {
+                "range"
+            } else {
+                "host"
+            };
+            server.set_rules(&json!([
+                {"op": operation, "header": {"name": range}, "nth": 1, "action": action}
+            ]));
+            let before = meter.view().retries;
+            every_request(&store, &format!("{case}-{operation}")).await;
+            let retried = meter.view().retries - before;
+            // A completed upload is found by looking. A connection that closes before the answer may be taken for an idle one, and be replaced below us.
+            let found = *operation == "CompleteMultipartUpload" && action["apply"] == true;
+            let expected = u64::from(!found);
+            assert!(
+                retried == expected || action["drop"] == true,
+                "{operation} {action}: {retried}"
+            );
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusals_are_final_and_say_what_helps() {
+    if !has_credentials("store_contract::refusals_are_final_and_say_what_helps") {
+        return;
+    }
+    let server = lenient(&[]);
+    let (store, meter) = patient(connect(&server).await);
+    let missing = "A header you provided implies functionality that is not implemented: x-amz-checksum-crc64nvme";
+    let region = json!({"x-amz-bucket-region": "eu-west-1"});
+    for (operation, action, says) in [
+        (
+            "PutObject",
+            json!({"status": 403, "code": "AccessDenied"}),
+            "the right to PutObject",
+        ),
+        (
+            "UploadPart",
+            json!({"status": 403, "code": "AccessDenied"}),
+            "the right to UploadPart",
+        ),
+        (
+            "PutObject",
+            json!({"status": 403, "code": "InvalidAccessKeyId"}),
+            "AWS_ACCESS_KEY_ID",
+        ),
+        (
+            "PutObject",
+            json!({"status": 403, "code": "RequestTimeTooSkewed"}),
+            "clock",
+        ),
+        (
+            "PutObject",
+            json!({"status": 301, "code": "PermanentRedirect", "headers": region}),
+            "in eu-west-1, we asked in us-east-1: set store.region",
+        ),
+        (
+            "PutObject",
+            json!({"status": 404, "code": "NoSuchBucket"}),
+            "no bucket \"images\"",
+        ),
+        (
+            "UploadPart",
+            json!({"status": 501, "code": "NotImplemented", "message": missing}),
+            "store.checksum = \"none\"",
+        ),
+        (
+            "UploadPart",
+            json!({"status": 400, "code": "XAmzContentSHA256Mismatch"}),
+            "store.sign_payload = true",
+        ),
+        (
+            "PutObject",
+            json!({"status": 501, "code": "NotImplemented"}),
+            "If-None-Match",
+        ),
+        (
+            "CompleteMultipartUpload",
+            json!({"status": 200, "code": "AccessDenied"}),
+            "AccessDenied",
+        ),
+    ] {
+        server.set_rules(&json!([{"op": operation, "always": true, "action": action}]));
+        let seen = server.requests(operation).len();
+        let result = match operation {
+            "PutObject" => store
+                .put_if_absent(&key("refused"), noise(10, 1))
+                .await
+                .map(|_| ()),
+            _ => upload(&store, &key("refused"), &[noise(5000, 2)]).await,
+        };
+        let error = result.unwrap_err();
+        assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+        assert!(
+            error.to_string().contains(says),
+            "{operation} {action}: {error}"
+        );
+        assert_eq!(
+            server.requests(operation).len() - seen,
+            1,
+            "{operation} {action}"
+        );
+    }
+    assert_eq!(meter.view().retries, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_the_stores_own_word_proves_absence() {
+    if !has_credentials("store_contract::only_the_stores_own_word_proves_absence") {
+        return;
+    }
+    let server = lenient(&[]);
+    let store = connect(&server).await;
+    server.set_rules(&json!([{"op": "GetObject", "always": true, "action": {"status": 404, "body": "<html>gateway</html>"}}]));
+    let read = store.get(&key("absent"), 10).await;
+    assert!(read.is_err(), "{read:?}");
+    let elsewhere = StoreConfig {
+        bucket: "no-such-bucket".to_owned(),
+        ..config(&server.endpoint, "")
+    };
+    server.set_rules(&json!([]));
+    let read = S3Store::connect(&elsewhere)
+        .await
+        .unwrap()
+        .get(&key("absent"), 10)
+        .await;
+    assert!(matches!(read, Err(StoreError::Refused { .. })), "{read:?}");
+}
+
+/// Headers that some stores refuse are never sent; those that others need always are.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_carry_what_they_must_and_nothing_else() {
+    if !has_credentials("store_contract::requests_carry_what_they_must_and_nothing_else") {
+        return;
+    }
+    let server = lenient(&[]);
+    let refuse = json!({"status": 501, "code": "NotImplemented"});
+    let bodies = json!(["PutObject", "UploadPart"]);
+    let unwanted = [
+        json!({"op": "*", "header": {"name": "x-amz-trailer"}, "always": true, "action": refuse}),
+        json!({"op": "*", "header": {"name": "content-encoding"}, "always": true, "action": refuse}),
+        json!({"op": bodies, "header": {"name": "transfer-encoding"}, "always": true, "action": refuse}),
+        json!({"op": bodies, "without_header": "content-length", "always": true, "action": refuse}),
+    ];
+    let checksum = "x-amz-checksum-crc64nvme";
+    let with = json!({"op": "*", "header": {"name": checksum}, "always": true, "action": refuse});
+    let without =
+        json!({"op": bodies, "without_header": checksum, "always": true, "action": refuse});
+    let payload = "x-amz-content-sha256";
+    let unsigned = json!({"op": bodies, "header": {"name": payload, "contains": "UNSIGNED"}, "always": true, "action": refuse});
+    let plain = config(&server.endpoint, "plain");
+    let no_checksum = StoreConfig {
+        checksum: PartChecksum::None,
+        ..config(&server.endpoint, "none")
+    };
+    let signed = StoreConfig {
+        sign_payload: true,
+        ..config(&server.endpoint, "signed")
+    };
+    for (config, rules) in [
+        (&plain, vec![without.clone()]),
+        (&no_checksum, vec![with.clone()]),
+        (&signed, vec![without.clone(), unsigned.clone()]),
+    ] {
+        server.set_rules(&json!([&unwanted[..], &rules].concat()));
+        every_request(&S3Store::connect(config).await.unwrap(), "it").await;
+    }
+    // The rules do bite.
+    for (config, rule) in [(&plain, with), (&no_checksum, without), (&plain, unsigned)] {
+        server.set_rules(&json!([rule]));
+        let store = S3Store::connect(config).await.unwrap();
+        assert!(
+            store
+                .put_if_absent(&key("bitten"), noise(10, 1))
+                .await
+                .is_err()
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn composite_checksums_are_not_compared() {
+    if !has_credentials("store_contract::composite_checksums_are_not_compared") {
+        return;
+    }
+    let server = lenient(&[]);
+    let store = connect(&server).await;
+    let here = key("object");
+    upload(&store, &here, &[noise(5000, 1)]).await.unwrap();
+    let full = store.head(&here).await.unwrap().unwrap();
+    assert_eq!(full.crc64, Some(crc64(&noise(5000, 1))));
+    assert!(full.age.is_some());
+    for headers in [
+        json!({"x-amz-checksum-crc64nvme": "AAAAAAAAAAA=-2"}),
+        json!({"x-amz-checksum-type": "COMPOSITE"}),
+        json!({"x-amz-checksum-crc64nvme": "nonsense"}),
+    ] {
+        server.set_rules(
+            &json!([{"op": "HeadObject", "always": true, "action": {"headers": headers}}]),
+        );
+        let info = store.head(&here).await.unwrap().unwrap();
+        assert_eq!((info.crc64, info.len), (None, 5000), "{headers}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stall_ends_and_a_slow_line_does_not() {
+    if !has_credentials("store_contract::a_stall_ends_and_a_slow_line_does_not") {
+        return;
+    }
+    // Longer than what the kernel takes off our hands at once.
+    let long = noise(40 << 20, 1);
+    let server = S3Server::start(&["--rate", "8MiB/s"]);
+    let short_limits = |stall: Duration| StoreConfig {
+        request_timeout: stall,
+        stall_timeout: stall,
+        ..config(&server.endpoint, "p")
+    };
+    let transient = |result: Result<(), StoreError>, says: &str| {
+        let error = result.unwrap_err();
+        assert!(matches!(error, StoreError::Transient { .. }), "{error:?}");
+        assert!(error.to_string().contains(says), "{error}");
+    };
+
+    // Five seconds of bytes, under a limit of two.
+    let slow = S3Store::connect(&short_limits(Duration::from_secs(2)))
+        .await
+        .unwrap();
+    upload(&slow, &key("slow"), std::slice::from_ref(&long))
+        .await
+        .unwrap();
+
+    let store = S3Store::connect(&short_limits(Duration::from_millis(400)))
+        .await
+        .unwrap();
+    let id = store.begin_upload(&key("stalled")).await.unwrap();
+    let put = || async {
+        store
+            .put_part(&key("stalled"), &id, number(1), in_pieces(&long))
+            .await
+            .map(|_| ())
+    };
+    let rule =
+        |operation: &str, action| json!([{"op": operation, "always": true, "action": action}]);
+    server.set_rules(&rule(
+        "UploadPart",
+        json!({"wire": "stall-after", "bytes": 1000}),
+    ));
+    transient(put().await, "no byte moved for 400ms");
+    // An answer may take three times as long as a byte.
+    let small = noise(1000, 2);
+    let put = || async {
+        store
+            .put_part(&key("stalled"), &id, number(1), in_pieces(&small))
+            .await
+            .map(|_| ())
+    };
+    server.set_rules(&rule("UploadPart", json!({"delay_after_ms": 600})));
+    put().await.unwrap();
+    server.set_rules(&rule("UploadPart", json!({"stall": true})));
+    transient(put().await, "after 1000 of 1000 bytes");
+
+    store
+        .put_if_absent(&key("object"), noise(100_000, 3))
+        .await
+        .unwrap();
+    let read = || async {
+        read_range(&store, &key("object"), 0..100_000)
+            .await
+            .map(|_| ())
+    };
+    server.set_rules(&rule(
+        "GetObject",
+        json!({"wire": "stall-after", "of": "response", "bytes": 1000}),
+    ));
+    transient(read().await, "no byte moved for 400ms after 1000 of 100000");
+    server.set_rules(&rule("GetObject", json!({"stall": true})));
+    transient(read().await, "no answer in 400ms");
+    server.set_rules(&rule("HeadObject", json!({"stall": true})));
+    transient(
+        store.head(&key("object")).await.map(|_| ()),
+        "no answer in 400ms",
+    );
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_is_a_passing_fault() {
+    if !has_credentials("store_contract::a_server_that_is_not_there_is_a_passing_fault") {
+        return;
+    }
+    let endpoint = lenient(&[]).endpoint.clone();
+    let store = S3Store::connect(&config(&endpoint, "p")).await.unwrap();
+    let error = store.head(&key("object")).await.unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            StoreError::Transient {
+                source: Some(_),
+                ..
+            }
+        ),
+        "{error:?}"
+    );
+}
+
+#[tokio::test]
+async fn missing_credentials_are_told_at_once() {
+    let environment = [
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+        ("AWS_CONFIG_FILE", "/dev/null"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null"),
+    ];
+    let name = "store_contract::missing_credentials_are_told_at_once";
+    if !in_environment(name, &environment) {
+        return;
+    }
+    // Nothing listens there: the store itself is not asked.
+    let error = S3Store::connect(&config("http://127.0.0.1:9", "p"))
+        .await
+        .unwrap_err();
+    assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+    assert!(error.to_string().contains("AWS_ACCESS_KEY_ID"), "{error}");
+    let no_region = StoreConfig {
+        endpoint: None,
+        ..config("", "p")
+    };
+    let error = S3Store::connect(&no_region).await.unwrap_err();
+    assert!(error.to_string().contains("store.region"), "{error}");
+}
+
+#[tokio::test]
+async fn a_host_that_is_not_known_points_at_path_style() {
+    if !has_credentials("store_contract::a_host_that_is_not_known_points_at_path_style") {
+        return;
+    }
+    let hosted = StoreConfig {
+        path_style: false,
+        ..config("http://store.invalid:9000", "p")
+    };
+    let error = S3Store::connect(&hosted)
+        .await
+        .unwrap()
+        .head(&key("object"))
+        .await
+        .unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    assert!(
+        error.to_string().contains("store.path_style = true"),
+        "{error}"
+    );
 }

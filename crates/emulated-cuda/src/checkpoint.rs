@@ -13,7 +13,7 @@ use cudarc::driver::sys::CUcheckpointCustomStorageInfo;
 use crate::backing::Backing;
 use crate::codes::{Answer, Code};
 use crate::config::{self, Config};
-use crate::control::{self, Request, State};
+use crate::control::{self, Part, Request, State};
 use crate::driver::{self, Driver};
 use crate::extent::Operation;
 use crate::remote::{self, Remote};
@@ -272,29 +272,19 @@ fn begin(
     if request == Request::BeginRestore {
         note_places(driver.config, &remote, places)?;
     }
+    // Everything is opened before anything is mapped, so that a failure leaves no half of an operation here.
+    let memory = open_memory(driver.config, &remote, places)?;
     let mut devices = Vec::new();
     let mut streams = Vec::new();
     let mut extents = Vec::new();
-    for (index, ordinal) in shuffled(places, driver.config.seed) {
-        let slot = &remote.header.gpus[index];
-        if slot.extent.load(Ordering::Relaxed) == 0 {
-            continue;
-        }
-        let file_len = slot.file_len.load(Ordering::Relaxed);
-        let backing = Backing::open(
-            remote.pid,
-            slot.fd.load(Ordering::Relaxed),
-            file_len,
-            driver.config.vram,
-        )?;
-        let parts = remote.parts(index)?;
+    for (ordinal, backing, parts) in memory {
         let stream = driver.create_stream(ordinal, driver::NON_BLOCKING, 0);
         let stream_handle = driver::stream_handle(&stream);
-        let mut model = driver.model();
-        let entry = model
-            .extents
-            .add(handle, stream.clone(), stream_handle, backing, &parts)?;
-        drop(model);
+        let entry =
+            driver
+                .model()
+                .extents
+                .add(handle, stream.clone(), stream_handle, backing, &parts)?;
         extents.push(Mapped {
             uuid: driver.config.gpus[ordinal].uuid,
             stream: stream.id,
@@ -311,6 +301,26 @@ fn begin(
     Ok(Begun { info, extents })
 }
 
+/// Opens the memory of every GPU of the target that holds data, in the order in which the driver lists them.
+fn open_memory(
+    config: &Config,
+    remote: &Remote,
+    places: &[(usize, usize)],
+) -> Answer<Vec<(usize, Backing, Vec<Part>)>> {
+    let mut memory = Vec::new();
+    for (index, ordinal) in shuffled(places, config.seed) {
+        let slot = &remote.header.gpus[index];
+        if slot.extent.load(Ordering::Relaxed) == 0 {
+            continue;
+        }
+        let fd = slot.fd.load(Ordering::Relaxed);
+        let file_len = slot.file_len.load(Ordering::Relaxed);
+        let backing = Backing::open(remote.pid, fd, file_len, config.vram)?;
+        memory.push((ordinal, backing, remote.parts(index)?));
+    }
+    Ok(memory)
+}
+
 /// A number that another saver of the same target does not use.
 fn operation_number(handle: u64) -> u32 {
     let mixed = config::mix(handle ^ u64::from(std::process::id()) << 32 ^ crate::trace::now_us());
@@ -324,7 +334,9 @@ fn shuffled(places: &[(usize, usize)], seed: u64) -> Vec<(usize, usize)> {
     static OPERATIONS: AtomicU64 = AtomicU64::new(0);
     let operation = OPERATIONS.fetch_add(1, Ordering::Relaxed);
     let mut order = places.to_vec();
-    order.sort_by_key(|&(index, _)| config::mix(config::mix(config::mix(seed) ^ operation) ^ index as u64));
+    order.sort_by_key(|&(index, _)| {
+        config::mix(config::mix(config::mix(seed) ^ operation) ^ index as u64)
+    });
     order
 }
 

@@ -12,7 +12,8 @@ use cudarc::driver::sys::{CUcheckpointCustomStorageInfo, CUcheckpointCustomStora
 use crate::backing::Backing;
 use crate::codes::{Answer, Code};
 use crate::control::Part;
-use crate::stream::{Piece, Stream};
+use crate::stream::Stream;
+use crate::work::Piece;
 
 /// Extents lie from here on, far from every GPU's window, and not canonical either.
 const EXTENT_BASE: u64 = 0x0b00_0000_0000_0000;

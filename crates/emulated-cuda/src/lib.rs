@@ -7,8 +7,8 @@
 //! From the outside in:
 //!
 //! - `api`: the C functions, one file per noun. Each goes through `api::call`: scripted faults, the gate, the work, the trace.
-//! - `driver`: contexts, memory, streams and events of this process. `space` places allocations, `backing` is a GPU's memory, `stream` carries
-//!   work out, `extent` is another process's memory mapped here.
+//! - `driver`: contexts, memory, streams and events of this process. `space` places allocations, `backing` is a GPU's memory, `stream` and
+//!   `work` carry operations out, `extent` is another process's memory mapped here.
 //! - `checkpoint`: the saver's side of the checkpoint functions. `remote` finds the other process and asks it.
 //! - `suspend`: the target's side, its restore thread. `control` is what both share, `gate` is what holds calls back.
 //!
@@ -34,6 +34,7 @@ mod space;
 mod stream;
 mod suspend;
 mod trace;
+mod work;
 
 /// The sizes and places that `cuda.h` gives, so that a wrong binding does not compile.
 mod layout {

@@ -1,8 +1,8 @@
 //! Another process with the driver, seen from outside.
 //!
-//! In: a pid of this PID namespace. Out: its control block as it stands, and answers to requests. What can fail, by code: `INVALID_VALUE`
-//! for a pid that does not exist (any more), `NOT_INITIALIZED` for a process without this driver or before its `cuInit`, `OPERATING_SYSTEM`
-//! where the kernel does not let us look into the process.
+//! In: a pid of this PID namespace. Out: its control block as it stands, and answers to requests. What can fail, by code:
+//! `OPERATING_SYSTEM` for a pid that does not exist (any more), and where the kernel does not let us look into the process; `NOT_INITIALIZED`
+//! for a process without this driver or before its `cuInit`. Both as driver 580 answers.
 
 use std::ffi::c_void;
 use std::fs;
@@ -36,7 +36,7 @@ impl Remote {
     /// Finds the block of `pid`.
     pub(crate) fn open(pid: i32) -> Answer<Remote> {
         if pid <= 0 || is_dead(pid) {
-            return Err(Code::INVALID_VALUE);
+            return Err(Code::OPERATING_SYSTEM);
         }
         let (base, header) = locate(pid)?;
         if header.magic.load(Ordering::Relaxed) != control::MAGIC
@@ -90,7 +90,7 @@ impl Remote {
     pub(crate) fn restore_thread(&self) -> Answer<i32> {
         let wanted = self.header.tid.load(Ordering::Relaxed);
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid))
-            .map_err(|_gone| Code::INVALID_VALUE)?;
+            .map_err(|_gone| Code::OPERATING_SYSTEM)?;
         tasks
             .filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok())
             .find(|&tid: &i32| {
@@ -102,7 +102,7 @@ impl Remote {
     /// Sends a request and waits for its answer; with a `deadline` (see [`control::deadline_in`]) not much longer than that.
     ///
     /// # Errors
-    /// What the restore thread answers; `NOT_READY` past the deadline; `INVALID_VALUE` if the process dies meanwhile.
+    /// What the restore thread answers; `NOT_READY` past the deadline; `OPERATING_SYSTEM` if the process dies meanwhile.
     pub(crate) fn request(&self, request: Request, argument: u32, deadline: Option<u32>) -> Answer {
         let token = next_token();
         queue_signal(
@@ -225,10 +225,7 @@ impl Mapping<'_> {
 /// The address of the other process's block and its head.
 fn locate(pid: i32) -> Answer<(u64, Header)> {
     let (offset, own_name) = own_place().ok_or(Code::OPERATING_SYSTEM)?;
-    let maps = fs::read(format!("/proc/{pid}/maps")).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => Code::INVALID_VALUE,
-        _ => Code::OPERATING_SYSTEM,
-    })?;
+    let maps = fs::read(format!("/proc/{pid}/maps")).map_err(|_gone| Code::OPERATING_SYSTEM)?;
     let maps = String::from_utf8_lossy(&maps);
     let known = [own_name.as_str(), "libcuda.so", "libemulated_cuda.so"];
     let mut refused = Code::NOT_INITIALIZED;
@@ -240,7 +237,7 @@ fn locate(pid: i32) -> Answer<(u64, Header)> {
             Ok(header) if header.magic.load(Ordering::Relaxed) == control::MAGIC => {
                 return Ok((mapping.start + offset, header));
             }
-            Err(code @ (Code::OPERATING_SYSTEM | Code::INVALID_VALUE)) => refused = code,
+            Err(Code::OPERATING_SYSTEM) => refused = Code::OPERATING_SYSTEM,
             _ => {}
         }
     }
@@ -308,8 +305,7 @@ fn check<T>(done: isize) -> Answer {
         return Ok(());
     }
     Err(match io::Error::last_os_error().raw_os_error() {
-        Some(libc::ESRCH) => Code::INVALID_VALUE,
-        Some(libc::EPERM) => Code::OPERATING_SYSTEM,
+        Some(libc::ESRCH | libc::EPERM) => Code::OPERATING_SYSTEM,
         _ => Code::NOT_INITIALIZED,
     })
 }
@@ -353,7 +349,6 @@ fn queue_signal(pid: i32, tid: i32, number: i32, value: u64) -> Answer {
         }
         match io::Error::last_os_error().raw_os_error() {
             Some(libc::EAGAIN) => thread::sleep(POLL_MAX), // too many queued signals; the target works on them
-            Some(libc::ESRCH) => return Err(Code::INVALID_VALUE),
             _ => return Err(Code::OPERATING_SYSTEM),
         }
     }

@@ -9,6 +9,7 @@ use clap::{Parser, Subcommand};
 
 mod s3;
 mod target;
+mod units;
 
 #[derive(Parser)]
 #[command(name = "testkit", version, about)]

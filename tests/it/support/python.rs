@@ -1,5 +1,6 @@
 //! A stock S3 client and a stock zstd, in Python: other people's eyes on our objects.
 
+use std::ffi::OsString;
 use std::process::Command;
 
 use super::S3Server;
@@ -13,11 +14,15 @@ s3 = boto3.client('s3', endpoint_url=os.environ['ENDPOINT'], config=Config(s3={'
 bucket = os.environ['BUCKET']
 ";
 
+/// The Python that has boto3 and zstandard.
+pub(crate) fn interpreter() -> OsString {
+    std::env::var_os("TEST_PYTHON")
+        .expect("TEST_PYTHON is not set: run scripts/test.sh, which makes a Python with boto3 and zstandard")
+}
+
 /// Runs a script (`s3` and `bucket` are there already) with arguments `sys.argv[1:]`; returns what it printed.
 pub(crate) fn run(server: &S3Server, script: &str, args: &[&str]) -> Vec<u8> {
-    let python = std::env::var_os("TEST_PYTHON")
-        .expect("TEST_PYTHON is not set: run scripts/test.sh, which makes a Python with boto3 and zstandard");
-    let output = Command::new(python)
+    let output = Command::new(interpreter())
         .arg("-c")
         .arg(format!("{PREAMBLE}{script}"))
         .args(args)

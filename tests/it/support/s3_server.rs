@@ -116,20 +116,31 @@ pub(crate) fn testkit() -> PathBuf {
         })
 }
 
-/// Runs the body of the test `name` in a process that has [`ENVIRONMENT`] set. The store takes credentials only from the SDK's chain, and a process with
-/// threads cannot change its own environment: outside of it, this runs the very test again as a child, and returns `false`.
+/// Set in a test that runs as a child of itself.
+const CHILD: &str = "CKPTSTREAM_TEST_CHILD";
+
+/// Runs the body of the test `name` with [`ENVIRONMENT`] set; see [`in_environment`].
 pub(crate) fn has_credentials(name: &str) -> bool {
-    if ENVIRONMENT
-        .iter()
-        .all(|(key, value)| std::env::var(key).is_ok_and(|set| set == *value))
-    {
+    in_environment(name, &ENVIRONMENT)
+}
+
+/// Runs the body of the test `name` in a process whose `AWS_*` variables are these and no others. The store takes credentials only from the SDK's chain,
+/// and a process with threads cannot change its own environment: outside of it, this runs the very test again as a child, and returns `false`.
+pub(crate) fn in_environment(name: &str, environment: &[(&str, &str)]) -> bool {
+    if std::env::var_os(CHILD).is_some() {
         return true;
     }
     let this = std::env::current_exe().expect("this program's path");
-    let output = Command::new(this)
+    let mut child = Command::new(this);
+    for (key, _) in std::env::vars_os() {
+        if key.to_string_lossy().starts_with("AWS_") {
+            child.env_remove(key);
+        }
+    }
+    let output = child
         .args(["--exact", name, "--include-ignored"])
-        .envs(ENVIRONMENT)
-        .env_remove("AWS_PROFILE")
+        .envs(environment.iter().copied())
+        .env(CHILD, "1")
         .output()
         .expect("this program runs");
     let (stdout, stderr) = (

@@ -1,5 +1,6 @@
 //! `testkit target`: the emulated training job that is saved.
 
+use std::collections::BTreeMap;
 use std::process::Command;
 
 use super::Node;
@@ -42,6 +43,28 @@ impl Target {
         Self::start(node, args).finish()
     }
 
+    /// Holds what the processes of one job printed between them against the same job in one process that nobody disturbs: no step may be missing or have
+    /// another digest. The job has no end (no `--steps`), so that no test depends on how fast anything is.
+    pub(crate) fn check_undisturbed(
+        node: &Node,
+        args: &str,
+        seen: impl IntoIterator<Item = String>,
+    ) {
+        let seen: BTreeMap<u64, String> = seen.into_iter().map(|line| (step_of(&line), line)).fold(
+            BTreeMap::new(),
+            |mut seen, (step, line)| {
+                let first = seen.entry(step).or_insert_with(|| line.clone());
+                assert_eq!(*first, line, "one step has two digests");
+                seen
+            },
+        );
+        let mut alone = Self::start(node, args);
+        for (expected, (step, line)) in (0..).zip(seen) {
+            assert_eq!(step, expected, "a step is missing");
+            assert_eq!(alone.wait_for("step "), line, "the memory is another one");
+        }
+    }
+
     /// Its pid.
     pub(crate) fn pid(&self) -> u32 {
         self.process.pid()
@@ -67,6 +90,13 @@ impl Target {
             if line.starts_with(start) {
                 return line;
             }
+        }
+    }
+
+    /// Reads on until it has taken some more steps.
+    pub(crate) fn wait_for_steps(&mut self, count: u64) {
+        for _ in 0..count {
+            self.wait_for("step ");
         }
     }
 
@@ -117,4 +147,14 @@ impl Target {
         let digests = self.said.iter().filter(|line| line.contains(" digest "));
         digests.cloned().collect()
     }
+}
+
+/// K of `step K digest D`.
+fn step_of(line: &str) -> u64 {
+    let number = line
+        .strip_prefix("step ")
+        .and_then(|rest| rest.split(' ').next());
+    number
+        .and_then(|number| number.parse().ok())
+        .unwrap_or_else(|| panic!("{line:?} names no step"))
 }

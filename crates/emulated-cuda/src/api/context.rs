@@ -19,7 +19,12 @@ thread_local! {
 /// # Errors
 /// `INVALID_CONTEXT` without one, `CONTEXT_IS_DESTROYED` if it is gone.
 pub(super) fn current(driver: &Driver) -> Answer<usize> {
-    driver.context_ordinal(STACK.with_borrow(|s| s.last().copied()).unwrap_or(0))
+    driver.context_ordinal(top())
+}
+
+/// The handle of the calling thread's current context; 0 if there is none.
+fn top() -> u64 {
+    STACK.with_borrow(|s| s.last().copied()).unwrap_or(0)
 }
 
 pub(super) fn to_handle(context: CUcontext) -> u64 {
@@ -89,7 +94,7 @@ pub(super) extern "C" fn cuCtxSetCurrent(context: CUcontext) -> u32 {
     call("cuCtxSetCurrent", |driver, _| {
         let handle = to_handle(context);
         if handle != 0 {
-            driver.context_ordinal(handle)?;
+            driver.context_gpu(handle)?;
         }
         STACK.with_borrow_mut(|stack| {
             stack.pop();
@@ -104,15 +109,11 @@ pub(super) extern "C" fn cuCtxSetCurrent(context: CUcontext) -> u32 {
 /// The current context; null if there is none.
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuCtxGetCurrent(context: Out<CUcontext>) -> u32 {
-    call("cuCtxGetCurrent", |_, _| {
-        context.put(from_handle(
-            STACK.with_borrow(|s| s.last().copied()).unwrap_or(0),
-        ))
-    })
+    call("cuCtxGetCurrent", |_, _| context.put(from_handle(top())))
 }
 
 pub(super) fn push(driver: &Driver, context: CUcontext) -> Answer {
-    driver.context_ordinal(to_handle(context))?;
+    driver.context_gpu(to_handle(context))?;
     STACK.with_borrow_mut(|s| s.push(to_handle(context)));
     Ok(())
 }
@@ -137,11 +138,11 @@ pub(super) extern "C" fn cuCtxPopCurrent_v2(context: Out<CUcontext>) -> u32 {
     call("cuCtxPopCurrent_v2", |_, _| pop(context))
 }
 
-/// The device of the current context.
+/// The device of the current context, also of one that is destroyed.
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuCtxGetDevice(device: Out<CUdevice>) -> u32 {
     call("cuCtxGetDevice", |driver, _| {
-        device.put(i32::try_from(current(driver)?).unwrap_or(0))
+        put_device(driver, device, top())
     })
 }
 
@@ -149,8 +150,20 @@ pub(super) extern "C" fn cuCtxGetDevice(device: Out<CUdevice>) -> u32 {
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuCtxGetDevice_v2(device: Out<CUdevice>, context: CUcontext) -> u32 {
     call("cuCtxGetDevice_v2", |driver, _| {
-        device.put(i32::try_from(context_or_current(driver, context)?).unwrap_or(0))
+        put_device(
+            driver,
+            device,
+            if context.is_null() {
+                top()
+            } else {
+                to_handle(context)
+            },
+        )
     })
+}
+
+fn put_device(driver: &Driver, device: Out<CUdevice>, context: u64) -> Answer {
+    device.put(i32::try_from(driver.context_gpu(context)?).unwrap_or(0))
 }
 
 /// Waits for all work of the current context.

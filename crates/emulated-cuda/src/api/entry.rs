@@ -110,35 +110,18 @@ fn find(symbol: &str, asked: u32, api: u32) -> Result<*const c_void, Status> {
     best.map(|e| e.address).ok_or(status)
 }
 
-fn look_up(
-    symbol: &Text,
-    function: Out<*const c_void>,
-    asked: i32,
-    flags: u64,
-    status: Out<u32>,
-) -> Answer {
+/// Checks the arguments and looks up; the codes are those of driver 580.
+fn look_up(symbol: &Text, asked: i32, flags: u64) -> Answer<Result<*const c_void, Status>> {
     let config = config::get().map_err(|_told_by_init| Code::INVALID_VALUE)?;
-    let function = function.require()?;
     let symbol = symbol.get()?;
     let asked = u32::try_from(asked).map_err(|_negative| Code::INVALID_VALUE)?;
     if asked > config.api || flags & !FLAGS != 0 || flags == FLAGS {
         return Err(Code::INVALID_VALUE);
     }
-    match find(symbol, asked, config.api) {
-        Ok(address) => {
-            function.set(address);
-            status.set(Status::Success as u32);
-            Ok(())
-        }
-        Err(why) => {
-            function.set(std::ptr::null());
-            status.set(why as u32);
-            Err(Code::NOT_FOUND)
-        }
-    }
+    Ok(find(symbol, asked, config.api))
 }
 
-/// The look-up of CUDA 11.3, without a status.
+/// The look-up of CUDA 11.3: `NOT_FOUND` for what there is not, and the result is left alone then.
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuGetProcAddress(
     symbol: Text,
@@ -146,19 +129,14 @@ pub(super) extern "C" fn cuGetProcAddress(
     version: i32,
     flags: u64,
 ) -> u32 {
-    let mut status = 0;
     open_call("cuGetProcAddress", About::Nobody, |_| {
-        look_up(
-            &symbol,
-            function,
-            version,
-            flags,
-            super::abi::out_of(&raw mut status),
-        )
+        let function = function.require()?;
+        function.set(look_up(&symbol, version, flags)?.map_err(|_why| Code::NOT_FOUND)?);
+        Ok(())
     })
 }
 
-/// The look-up of CUDA 12.0.
+/// The look-up of CUDA 12.0: success with a null function and a status for what there is not.
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuGetProcAddress_v2(
     symbol: Text,
@@ -168,7 +146,11 @@ pub(super) extern "C" fn cuGetProcAddress_v2(
     status: Out<u32>,
 ) -> u32 {
     open_call("cuGetProcAddress_v2", About::Nobody, |_| {
-        look_up(&symbol, function, version, flags, status)
+        let function = function.require()?;
+        let found = look_up(&symbol, version, flags)?;
+        function.set(found.unwrap_or(std::ptr::null()));
+        status.set(found.err().unwrap_or(Status::Success) as u32);
+        Ok(())
     })
 }
 

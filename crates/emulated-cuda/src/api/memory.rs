@@ -36,7 +36,6 @@ pub(super) extern "C" fn cuMemAlloc_v2(address: Out<CUdeviceptr>, len: usize) ->
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuMemFree_v2(address: CUdeviceptr) -> u32 {
     call("cuMemFree_v2", |driver, _| {
-        current(driver)?;
         if address == 0 {
             Ok(())
         } else {
@@ -126,8 +125,7 @@ pub(super) extern "C" fn cuMemHostAlloc(pointer: Out<*mut c_void>, len: usize, f
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuMemFreeHost(pointer: *mut c_void) -> u32 {
     call("cuMemFreeHost", |driver, _| {
-        let ordinal = current(driver)?;
-        driver.synchronize_device(ordinal)?;
+        driver.drain(None);
         let len = driver
             .remove_host(pointer.addr(), true)
             .ok_or(Code::INVALID_VALUE)?;
@@ -163,16 +161,16 @@ pub(super) extern "C" fn cuMemHostRegister(pointer: *mut c_void, len: usize, fla
     })
 }
 
-/// Ends the page-locking of a registered range, by its start.
+/// Ends the page-locking of a registered range, by its start, after the work that may use it.
 #[unsafe(no_mangle)]
 pub(super) extern "C" fn cuMemHostUnregister(pointer: *mut c_void) -> u32 {
     call("cuMemHostUnregister", |driver, _| {
-        let ordinal = current(driver)?;
-        driver.synchronize_device(ordinal)?;
-        driver
-            .remove_host(pointer.addr(), false)
-            .map(drop)
-            .ok_or(Code::HOST_MEMORY_NOT_REGISTERED)
+        driver.drain(None);
+        match driver.remove_host(pointer.addr(), false) {
+            Some(_len) => Ok(()),
+            None if driver.host_flags(pointer.addr()).is_some() => Err(Code::INVALID_VALUE),
+            None => Err(Code::HOST_MEMORY_NOT_REGISTERED),
+        }
     })
 }
 

@@ -10,7 +10,8 @@ use super::call;
 use super::context::{current, from_handle};
 use crate::codes::{Answer, Code};
 use crate::driver::{self, Driver, NON_BLOCKING};
-use crate::stream::{Capture, Stream, Work};
+use crate::stream::{Capture, Stream};
+use crate::work::Work;
 
 /// The stream of a handle, for the calling thread.
 pub(super) fn lookup(driver: &Driver, stream: CUstream) -> Answer<Arc<Stream>> {

@@ -15,8 +15,9 @@ use super::stream::lookup;
 use crate::codes::{Answer, Code};
 use crate::config::uuid_text;
 use crate::driver::Driver;
-use crate::stream::{Capture, HostAddress, Piece, Stream, Work};
+use crate::stream::{Capture, Stream};
 use crate::trace::{self, Record};
+use crate::work::{HostAddress, Piece, Work};
 
 /// Whether the call returns before the work is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -32,7 +32,6 @@ mod op;
 mod rule_file;
 mod rules;
 mod store;
-mod units;
 mod wire;
 
 use faults::Front;
@@ -73,16 +72,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
     /// Limit for the bytes of all connections together, both ways
-    #[arg(long, value_name = "BYTES/s", value_parser = units::parse_rate)]
+    #[arg(long, value_name = "BYTES/s", value_parser = crate::units::parse_rate)]
     rate: Option<u64>,
     /// Highest part number
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     part_limit: u32,
     /// Least length of every part but the last
-    #[arg(long, value_name = "BYTES", default_value = "5MiB", value_parser = units::parse_size)]
+    #[arg(long, value_name = "BYTES", default_value = "5MiB", value_parser = crate::units::parse_size)]
     min_part: u64,
     /// Close a connection on which no byte has moved for this long, as in 3s
-    #[arg(long, value_name = "TIME", value_parser = units::parse_duration)]
+    #[arg(long, value_name = "TIME", value_parser = crate::units::parse_duration)]
     close_idle: Option<Duration>,
 }
 

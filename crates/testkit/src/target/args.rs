@@ -12,7 +12,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     gpus: u32,
     /// Memory per GPU, as "512MiB"; a comma list is one size per GPU, of which the last repeats; 0 = a GPU without memory
-    #[arg(long, required = true, value_name = "SIZE[,SIZE...]", value_delimiter = ',', value_parser = parse_size)]
+    #[arg(long, required = true, value_name = "SIZE[,SIZE...]", value_delimiter = ',', value_parser = crate::units::parse_size)]
     bytes: Vec<u64>,
     /// What the memory looks like; a comma list is one kind per GPU, of which the last repeats
     #[arg(
@@ -96,25 +96,6 @@ fn at_or_last<T: Copy>(list: &[T], index: usize) -> T {
     list[index.min(list.len() - 1)]
 }
 
-/// Bytes from "4096", "64KiB", "512MiB" or "8GiB".
-fn parse_size(text: &str) -> Result<u64, String> {
-    let digits_len = text.bytes().take_while(u8::is_ascii_digit).count();
-    let (digits, unit) = text.split_at(digits_len);
-    let shift = match unit {
-        "" | "B" => 0,
-        "KiB" => 10,
-        "MiB" => 20,
-        "GiB" => 30,
-        _ => return Err(format!("unknown unit {unit:?}: use B, KiB, MiB or GiB")),
-    };
-    let number: u64 = digits
-        .parse()
-        .map_err(|error| format!("{digits:?} is no number of bytes: {error}"))?;
-    number
-        .checked_mul(1 << shift)
-        .ok_or_else(|| "more than 64 bits of bytes".to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,16 +129,5 @@ mod tests {
     fn too_long_a_list_is_named() {
         let error = plan("--gpus 1 --bytes 1,2").expect_err("two sizes for one GPU");
         assert_eq!(error.to_string(), "--bytes has 2 entries for 1 GPUs");
-    }
-
-    #[test]
-    fn sizes() {
-        assert_eq!(parse_size("0"), Ok(0));
-        assert_eq!(parse_size("4097"), Ok(4097));
-        assert_eq!(parse_size("3KiB"), Ok(3072));
-        assert_eq!(parse_size("2GiB"), Ok(2 << 30));
-        for bad in ["", "MiB", "1MB", "1 MiB", "-1", "99999999999GiB"] {
-            assert!(parse_size(bad).is_err(), "{bad:?}");
-        }
     }
 }

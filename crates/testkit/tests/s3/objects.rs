@@ -1,8 +1,9 @@
 //! Whole objects.
 
+use aws_sdk_s3::config::{Config, RequestChecksumCalculation};
 use aws_sdk_s3::error::ProvideErrorMetadata;
 use aws_sdk_s3::primitives::ByteStream;
-use aws_sdk_s3::types::{ChecksumMode, ChecksumType, Delete, ObjectIdentifier};
+use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumMode, ChecksumType, Delete, ObjectIdentifier};
 
 use crate::server::{BUCKET, MIB, Server, crc64, data, refusal};
 
@@ -174,6 +175,44 @@ async fn unsigned_payload_is_taken_and_a_wrong_secret_is_not() {
         .send()
         .await;
     assert_eq!(refusal(refused), (403, "SignatureDoesNotMatch".to_owned()));
+}
+
+#[tokio::test]
+async fn a_streamed_body_with_a_checksum_trailer() {
+    let server = Server::start(&[]);
+    let client = server.client();
+    let bytes = data(3, 300_000);
+    std::fs::write(server.path("file"), &bytes).expect("file");
+    let body = ByteStream::from_path(server.path("file"))
+        .await
+        .expect("body");
+    let put = client
+        .put_object()
+        .bucket(BUCKET)
+        .key("k")
+        .checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
+    let trailers =
+        Config::builder().request_checksum_calculation(RequestChecksumCalculation::WhenSupported);
+    let put = put
+        .body(body)
+        .customize()
+        .config_override(trailers)
+        .send()
+        .await
+        .expect("put");
+    assert_eq!(put.checksum_crc64_nvme(), Some(crc64(&bytes).as_str()));
+    assert!(
+        server.log()[0]["bytes_in"].as_u64() > Some(300_000),
+        "framing and trailer were sent"
+    );
+    let got = client
+        .get_object()
+        .bucket(BUCKET)
+        .key("k")
+        .send()
+        .await
+        .expect("get");
+    assert!(got.body.collect().await.expect("body").into_bytes() == bytes);
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// Parses a byte count: digits, then nothing, `B`, `kB`, `MB`, `GB` (powers of 1000) or `KiB`, `MiB`, `GiB` (powers of 1024).
-pub(super) fn parse_size(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
@@ -30,7 +30,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 /// Parses a rate in bytes per second: a size, with or without `/s`. Zero is refused.
-pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     let size = text.trim().strip_suffix("/s").unwrap_or(text);
     match parse_size(size)? {
         0 => {
@@ -41,7 +41,7 @@ pub(super) fn parse_rate(text: &str) -> Result<u64, String> {
 }
 
 /// Parses a time: digits, then `ms` or `s`. Zero is refused.
-pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     let text = text.trim();
     let (number, unit_ms) = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
         (Some(number), _) => (number, 1),
