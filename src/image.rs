@@ -690,15 +690,16 @@ mod tests {
             .collect();
         let mut encoder = Encoder::new(Level::Fast).unwrap();
         let mut table = FrameTable::new(raw.len() as u64, CHUNK_LEN);
-        let (mut object, mut frame) = (Vec::new(), Vec::new());
+        let mut object = Vec::new();
+        let mut frame = vec![0; crate::codec::frame_bound(raw.len())];
         for chunk in raw.chunks(usize::try_from(CHUNK_LEN).unwrap()) {
             let encoded = encoder.encode(chunk, &mut frame);
             table.push(
-                u32::try_from(frame.len()).unwrap(),
+                u32::try_from(encoded.len).unwrap(),
                 encoded.kind,
                 encoded.digest,
             );
-            object.extend_from_slice(&frame);
+            object.extend_from_slice(&frame[..encoded.len]);
         }
         object.extend(table.seek_table());
         let table = table.encode();
