@@ -8,6 +8,7 @@ use std::str::FromStr;
 
 use futures::stream::{self, StreamExt, TryStreamExt};
 
+use crate::codec::seek_table::SeekTableError;
 use crate::codec::{Crc64, Digest};
 use crate::config::JobName;
 use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError};
@@ -170,6 +171,15 @@ pub enum Flaw {
         /// Why.
         #[source]
         source: ManifestError,
+    },
+    /// The seek table at the end of a data object is not the frame table's.
+    #[error("the seek table of object {key} does not agree with the frame table")]
+    SeekTable {
+        /// Key relative to the store's prefix.
+        key: String,
+        /// What differs.
+        #[source]
+        source: SeekTableError,
     },
     /// A name in the image makes no key.
     #[error("a key in the image is none")]
@@ -524,6 +534,7 @@ async fn load_table(
 ) -> Result<FrameTable, LoadError> {
     let key = Key::of_job(job, &extent.table.key).map_err(Flaw::Key)?;
     let bytes = read_whole(store, &key, extent.table.len).await?;
+    let object = extent.object.clone();
     let extent = extent.clone();
     // A table may hold 400,000 frames: too much work for the runtime's own threads.
     let decode = tokio::task::spawn_blocking(move || {
@@ -533,8 +544,33 @@ async fn load_table(
         Ok(table) => table,
         Err(error) => std::panic::resume_unwind(error.into_panic()),
     };
-    table.map_err(|source| {
+    let table = table.map_err(|source| {
         LoadError::from(Flaw::Content {
+            key: key.to_string(),
+            source,
+        })
+    })?;
+    check_seek_table(store, job, &table, &object.key).await?;
+    Ok(table)
+}
+
+/// The seek table is for others: we go by the frame table. Where the two differ, the object is not what was stored.
+async fn check_seek_table(
+    store: &dyn Store,
+    job: &JobName,
+    table: &FrameTable,
+    object: &str,
+) -> Result<(), LoadError> {
+    let key = Key::of_job(job, object).map_err(Flaw::Key)?;
+    let place = table.frames_len()..table.object_len();
+    let len = usize::try_from(place.end - place.start).unwrap_or(usize::MAX);
+    let mut bytes = vec![0; len];
+    store
+        .get_range(&key, place, None, &mut bytes)
+        .await
+        .map_err(|error| absent(&key, error))?;
+    table.check_seek_table(&bytes).map_err(|source| {
+        LoadError::from(Flaw::SeekTable {
             key: key.to_string(),
             source,
         })
@@ -663,7 +699,7 @@ mod tests {
                 encoded.kind,
                 encoded.digest,
             );
-            object.extend_from_slice(&frame);
+            object.extend_from_slice(&frame[..encoded.len]);
         }
         object.extend(table.seek_table());
         let table = table.encode();
@@ -908,7 +944,7 @@ mod tests {
             Image::open(&store, &job(), ImageRef::Latest).await.unwrap();
             store.calls("get_range") - before
         };
-        assert_eq!(reads, 4, "manifest and three tables");
+        assert_eq!(reads, 7, "manifest, three tables, three seek tables");
         for fault in [Fault::Transient, Fault::Refused] {
             for nth in 1..=reads {
                 let store = Faulty::new().fail("get_range", nth..nth + 1, fault);

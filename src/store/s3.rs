@@ -250,10 +250,12 @@ impl S3Store {
             ),
             _ => said.clone(),
         };
-        let passing = match (operation, code.as_str()) {
+        let passing = match (&error, operation, code.as_str()) {
+            // A 404 that was cut is not the store's word.
+            (SdkError::ResponseError(_), _, _) if status == Some(404) => Passing::Yes,
             // The parts were checked as they came; the whole is not what we think it is, and stays so.
-            ("CompleteMultipartUpload", "BadDigest") => Passing::Changed,
-            (_, code) => Passing::of(status, code, matches!(error, SdkError::ServiceError(_))),
+            (_, "CompleteMultipartUpload", "BadDigest") => Passing::Changed,
+            (_, _, code) => Passing::of(status, code, matches!(error, SdkError::ServiceError(_))),
         };
         let error = match passing {
             Passing::SlowDown => StoreError::SlowDown {
@@ -421,14 +423,7 @@ impl S3Store {
             let what = format!("the store took part {number} as CRC64NVME {sum:x}, sent {crc64:x}");
             return Err(transient(OPERATION, &full, what).error);
         }
-        let etag = answer.e_tag.ok_or_else(|| {
-            transient(
-                OPERATION,
-                &full,
-                format!("the answer to part {number} has no ETag"),
-            )
-            .error
-        })?;
+        let etag = tag(OPERATION, &full, answer.e_tag)?;
         Ok(PartReceipt {
             number,
             etag,
@@ -513,11 +508,7 @@ impl S3Store {
                 request.send().boxed(),
             )
             .await?;
-        // An answer that was cut to nothing names no tag: nobody knows whether the object stands.
-        match answer.e_tag {
-            Some(_) => Ok(()),
-            None => Err(transient(OPERATION, &full, "the answer names no ETag".to_owned()).error),
-        }
+        tag(OPERATION, &full, answer.e_tag).map(drop)
     }
 
     async fn abort(&self, key: &Key, upload: &UploadId) -> Result<(), StoreError> {
@@ -565,7 +556,10 @@ impl S3Store {
             request.send().boxed(),
         );
         match answer.await {
-            Ok(_) => Ok(PutOutcome::Created),
+            Ok(answer) => {
+                tag("PutObject", &full, answer.e_tag)?;
+                Ok(PutOutcome::Created)
+            }
             Err(fault) if fault.status == Some(412) => Ok(PutOutcome::AlreadyExists),
             Err(fault) => Err(fault.error),
         }
@@ -593,6 +587,7 @@ impl S3Store {
                     };
                 }
             };
+            tag(OPERATION, &full, answer.e_tag)?;
             let len = answer
                 .content_length
                 .and_then(|len| usize::try_from(len).ok());
@@ -658,6 +653,7 @@ impl S3Store {
         let answer = self
             .request(OPERATION, &full, self.stall_timeout, request.send().boxed())
             .await?;
+        let etag = tag(OPERATION, &full, answer.e_tag)?;
         let whole = range.start == 0
             && answer
                 .content_length
@@ -676,10 +672,12 @@ impl S3Store {
                     .unwrap_or("with the whole object")
             )));
         }
-        if let (Some(wanted), Some(tag)) = (if_match, answer.e_tag.as_deref())
-            && wanted != tag
+        if let Some(wanted) = if_match
+            && wanted != etag
         {
-            return Err(mismatch(format!("the object's tag is {tag}, not {wanted}")));
+            return Err(mismatch(format!(
+                "the object's tag is {etag}, not {wanted}"
+            )));
         }
         self.fill(&full, answer.body, out).await
     }
@@ -746,6 +744,7 @@ impl S3Store {
             Err(fault) if fault.status == Some(404) => return Ok(None),
             Err(fault) => return Err(fault.error),
         };
+        let etag = tag(OPERATION, &full, answer.e_tag)?;
         let len = answer
             .content_length
             .and_then(|len| u64::try_from(len).ok());
@@ -776,7 +775,7 @@ impl S3Store {
             });
         Ok(Some(ObjectInfo {
             len,
-            etag: answer.e_tag,
+            etag: Some(etag),
             crc64: crc64.and_then(crc64_value),
             age,
         }))
@@ -867,6 +866,15 @@ impl S3Store {
             Err(fault) => Err(fault.error),
         }
     }
+}
+
+/// The tag of an answer about an object. Every S3 store gives one, so an answer without it is not the store's, or was cut: a 200 with an error document, or with
+/// nothing at all. Whether the request took effect is not known.
+fn tag(operation: &'static str, key: &str, found: Option<String>) -> Result<String, StoreError> {
+    found.ok_or_else(|| {
+        let what = "the answer names no ETag".to_owned();
+        transient(operation, key, what).error
+    })
 }
 
 impl Store for S3Store {

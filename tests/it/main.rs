@@ -6,6 +6,8 @@ mod cli;
 mod config;
 /// Driver calls that fail.
 mod faults_driver;
+/// Requests to the store that fail.
+mod faults_store;
 /// The golden image, through the real binary.
 mod golden;
 /// The memory budget, held against what the kernel counts.

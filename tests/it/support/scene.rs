@@ -6,28 +6,30 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ckptstream::config::{Overrides, RawConfig, StoreConfig};
+use ckptstream::store::s3::S3Store;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use super::process::PATIENCE;
+use super::s3_server::BUCKET;
 use super::{Ckptstream, Node, Run, S3Server, Target, json_lines};
 
 /// The job on the node: 4 chunks per GPU, which compress to less than one part.
 pub(crate) const TARGET: &str = "--gpus 2 --bytes 4MiB --fill mixed --seed 11 --step-ms 2";
 
-/// Small, and impatient with a store that fails for good.
+/// Small, and impatient with a store that fails for good. More of `[store]` may follow.
 const CONFIG: &str = "
-[store]
-part_size = \"5MiB\"
-parallelism = 4
-retry_timeout = \"1500ms\"
-connect_timeout = \"1s\"
-request_timeout = \"1s\"
-stall_timeout = \"1s\"
 [pipeline]
 chunk_size = \"1MiB\"
 memory_budget = \"64MiB\"
 threads = 2
+[store]
+part_size = \"5MiB\"
+parallelism = 4
+connect_timeout = \"1s\"
+request_timeout = \"1s\"
+stall_timeout = \"1s\"
 ";
 
 /// A node, a store, a folder for traces.
@@ -62,17 +64,34 @@ impl Scene {
         self.saver_with(job, driver, "")
     }
 
-    /// The same with further lines in the configuration file.
+    /// The same with further lines in the configuration file, of which the first ones are of `[store]`.
     pub(crate) fn saver_with(&self, job: &str, driver: &str, config: &str) -> Saver {
         self.traces.set(self.traces.get() + 1);
         let trace = self.dir.path().join(format!("{}.jsonl", self.traces.get()));
         let node = self
             .node
             .with(&format!("trace={};{driver}", trace.display()));
+        let patience = if config.contains("retry_timeout") {
+            ""
+        } else {
+            "retry_timeout = \"1500ms\"\n"
+        };
         let cli = Ckptstream::new(&self.server, job)
             .on(&node)
-            .config(&format!("{CONFIG}{config}"));
+            .config(&format!("{CONFIG}{patience}{config}"));
         Saver { cli, trace }
+    }
+
+    /// The store as the binary has it, for looking at and changing what is in it. Needs [`super::s3_server::has_credentials`].
+    pub(crate) async fn store(&self) -> S3Store {
+        let overrides = Overrides {
+            store: Some(format!("s3://{BUCKET}/store")),
+            endpoint: Some(self.server.endpoint.clone()),
+            ..Overrides::default()
+        };
+        let config = StoreConfig::resolve(&overrides, &RawConfig::default());
+        let store = S3Store::connect(&config.expect("a store")).await;
+        store.expect("a client")
     }
 
     /// A running target.
