@@ -16,7 +16,7 @@ use super::copy::{CopyLane, RawChunk};
 use super::gauge::{Gauge, Wire, settle};
 use super::save::{ChunkSender, spawn};
 use super::transfer::task_panicked;
-use crate::codec::Decoder;
+use crate::codec::{Decoder, FrameError};
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
 use crate::manifest::FrameEntry;
 use crate::outcome::StageOutcome;
@@ -136,9 +136,14 @@ pub fn load(
                 Vec::new()
             };
             let (abort, gauge, jobs_in) = (&*abort, &code_gauge, jobs_in.clone());
+            let again = FetchAgain {
+                store: Arc::clone(&resources.store),
+                runtime: resources.runtime.clone(),
+                given_up: abort.token().clone(),
+            };
             spawn(scope, format!("decompress-{index}"), move || {
                 abort.guard("decompress", || {
-                    decode_all(decoder, lanes, &jobs_in, &outs, gauge)
+                    decode_all(decoder, lanes, &jobs_in, &outs, gauge, &again)
                 });
             });
         }
@@ -231,6 +236,7 @@ fn decode_all(
     jobs: &Receiver<DecodeJob>,
     outs: &[ChunkSender],
     gauge: &Gauge,
+    again: &FetchAgain,
 ) -> Result<(), PipelineError> {
     loop {
         let idle = Instant::now();
@@ -244,17 +250,14 @@ fn decode_all(
         gauge.blocked(waited);
         let started = Instant::now();
         let len = job.frame.raw_len as usize;
-        decoder
-            .decode(
-                &job.fetched[job.bytes.clone()],
-                job.frame.digest,
-                &mut buffer[..len],
-            )
-            .map_err(|source| PipelineError::Frame {
-                key: lane.key.to_string(),
-                chunk: job.frame.index,
-                source,
-            })?;
+        let decoded = decoder.decode(
+            &job.fetched[job.bytes.clone()],
+            job.frame.digest,
+            &mut buffer[..len],
+        );
+        if let Err(error) = decoded {
+            again.decode(&mut decoder, lane, &job.frame, error, &mut buffer[..len])?;
+        }
         gauge.busy(len as u64, started.elapsed());
         lane.meter.second.fetch_add(len as u64, Ordering::Relaxed);
         if let Some(out) = outs.get(job.lane) {
@@ -267,6 +270,49 @@ fn decode_all(
             out.send(chunk)
                 .map_err(|_closed| PipelineError::Cancelled)?;
         }
+    }
+}
+
+/// How often a chunk that does not verify is fetched again. Damage on the way passes; damage in the store stays.
+const FETCHES_AGAIN: u32 = 3;
+
+/// Fetches single frames, for the rare chunk that came damaged.
+#[derive(Debug)]
+struct FetchAgain {
+    store: Arc<dyn Store>,
+    runtime: tokio::runtime::Handle,
+    given_up: tokio_util::sync::CancellationToken,
+}
+
+impl FetchAgain {
+    /// Fetches and decodes a frame that came damaged, as `error` says, until it verifies or has had its chances.
+    fn decode(
+        &self,
+        decoder: &mut Decoder,
+        lane: &LoadLane,
+        frame: &FrameEntry,
+        mut error: FrameError,
+        raw: &mut [u8],
+    ) -> Result<(), PipelineError> {
+        let mut stored = vec![0; frame.stored_len as usize];
+        for _ in 0..FETCHES_AGAIN {
+            tracing::warn!(key = %lane.key, chunk = frame.index, %error, "chunk does not verify; fetching it again");
+            self.runtime.block_on(async {
+                tokio::select! {
+                    read = self.store.get_range(&lane.key, frame.bytes(), lane.etag.as_deref(), &mut stored) => Ok(read?),
+                    () = self.given_up.cancelled() => Err(PipelineError::Cancelled),
+                }
+            })?;
+            match decoder.decode(&stored, frame.digest, raw) {
+                Ok(()) => return Ok(()),
+                Err(still) => error = still,
+            }
+        }
+        Err(PipelineError::Frame {
+            key: lane.key.to_string(),
+            chunk: frame.index,
+            source: error,
+        })
     }
 }
 

@@ -492,23 +492,19 @@ fn bytes_that_are_damaged_on_the_way_are_fetched_again_or_refused() {
     let scene = Scene::new(&[]);
     let mut seen = scene.save("job");
     let flip = |when: &str| {
-        let mut rule = json!({"op": "GetObject", "key_contains": ".zst", "action": {"wire": "flip-bit", "bytes": 100_000}});
-        rule[when] = if when == "always" {
-            json!(true)
-        } else {
-            json!(1)
-        };
-        json!([rule])
+        let action = json!({"wire": "flip-bit", "bytes": 100_000});
+        let mut rule = json!({"op": "GetObject", "key_contains": ".zst", "action": action});
+        rule[when] = json!(true);
+        rule
     };
-    scene.server.set_rules(&flip("always"));
+    // Behind the two seek tables, which are short.
+    let mut once = flip("nth");
+    once["nth"] = json!(3);
+
     let saver = scene.saver("job", "");
-    assert_failed(
-        "verify",
-        &saver.cli.run("verify"),
-        20,
-        "read",
-        &[".zst is damaged"],
-    );
+    scene.server.set_rules(&json!([flip("always")]));
+    let run = saver.cli.run("verify");
+    assert_failed("verify", &run, 20, "read", &[".zst is damaged"]);
     let fresh = scene.fresh();
     let run = saver
         .cli
@@ -516,11 +512,16 @@ fn bytes_that_are_damaged_on_the_way_are_fetched_again_or_refused() {
     assert!([20, 21].contains(&run.code), "{run:?}");
     assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0);
     drop(fresh);
-    scene.server.set_rules(&json!([]));
+
+    scene.server.set_rules(&json!([once]));
+    saver.cli.ok("verify");
+    scene.server.set_rules(&json!([once]));
     let mut fresh = scene.fresh();
-    saver
+    let run = saver
         .cli
-        .ok(&format!("restore --pid {} --into-fresh", fresh.pid()));
+        .run(&format!("restore --pid {} --into-fresh", fresh.pid()));
+    assert_eq!(run.code, 0, "{run:?}");
+    assert!(run.stderr.contains("fetching it again"), "{run:?}");
     scene.must_compute_on(&mut fresh);
     seen.extend(fresh.kill());
     seen.dedup();

@@ -4,6 +4,8 @@
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
+/// Images that are not what was saved.
+mod damage;
 /// Driver calls that fail.
 mod faults_driver;
 /// Requests to the store that fail.
