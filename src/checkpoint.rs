@@ -599,16 +599,8 @@ fn lost(
     phase: Phase,
     cause: Box<dyn Error + Send + Sync>,
 ) -> Failure {
-    let found = look(driver, target);
     let mut failure = Failure::new(ExitCode::Lost, phase, cause);
-    if found.state == "checkpointing" {
-        failure.attached.push(format!(
-            "process {} is suspended and its GPU memory is mapped by ckptstream only; what the driver does with it when ckptstream exits is \
-             not documented, so treat the process as lost and end it",
-            found.pid
-        ));
-    }
-    failure.targets = vec![found];
+    failure.targets = vec![look(driver, target)];
     failure
 }
 

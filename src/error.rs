@@ -119,7 +119,9 @@ impl ExitCode {
             ExitCode::DoesNotFit => "let the job use its own time",
             ExitCode::NothingToRestore => "start the job afresh",
             ExitCode::RolledBack => "try again later",
-            ExitCode::Lost => "look at the target's state; a person must decide",
+            ExitCode::Lost => {
+                "take a target that is checkpointing as lost, because what the driver does with it once ckptstream is gone is not documented; a person must decide"
+            }
             ExitCode::CommitUnknown => "run `ckptstream list` when the store can be reached again",
             ExitCode::CommittedTargetAstray => {
                 "the image is good: end the target, then restore it elsewhere"

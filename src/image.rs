@@ -640,6 +640,7 @@ mod tests {
     use bytes::Bytes;
 
     use super::*;
+    use crate::codec::sample_data::frame_of;
     use crate::codec::{Encoder, Level};
     use crate::job_log::append_image;
     use crate::manifest::{
@@ -691,9 +692,8 @@ mod tests {
         let mut encoder = Encoder::new(Level::Fast).unwrap();
         let mut table = FrameTable::new(raw.len() as u64, CHUNK_LEN);
         let mut object = Vec::new();
-        let mut frame = vec![0; crate::codec::frame_bound(raw.len())];
         for chunk in raw.chunks(usize::try_from(CHUNK_LEN).unwrap()) {
-            let encoded = encoder.encode(chunk, &mut frame);
+            let (frame, encoded) = frame_of(&mut encoder, chunk);
             table.push(
                 u32::try_from(encoded.len).unwrap(),
                 encoded.kind,

@@ -368,6 +368,7 @@ mod tests {
 
     use super::*;
     use crate::cli::report::RunReport;
+    use crate::codec::sample_data::frame_of;
     use crate::codec::{Crc64, Digest, Encoder, Level};
     use crate::job_log::{ImageEntry, append_image};
     use crate::manifest::{
@@ -390,14 +391,12 @@ mod tests {
 
     /// Commits an image of one zero chunk.
     async fn save(store: &MemoryStore, job: &JobName, attempt: &str) {
-        let mut frame = Vec::new();
         let chunk = vec![0; usize::try_from(CHUNK_LEN).expect("fits")];
-        let encoded = Encoder::new(Level::Fast)
-            .expect("encoder")
-            .encode(&chunk, &mut frame);
+        let mut encoder = Encoder::new(Level::Fast).expect("encoder");
+        let (mut frame, encoded) = frame_of(&mut encoder, &chunk);
         let mut table = FrameTable::new(CHUNK_LEN, CHUNK_LEN);
         table.push(
-            u32::try_from(frame.len()).expect("fits"),
+            u32::try_from(encoded.len).expect("fits"),
             encoded.kind,
             encoded.digest,
         );

@@ -1,5 +1,7 @@
 //! Seeded bytes for tests. The golden image is made of them, so what a seed gives never changes.
 
+use super::{Encoded, Encoder, frame_bound};
+
 /// SplitMix64: small, and easy to write again in another language.
 #[derive(Debug, Clone)]
 pub(crate) struct Seeded(u64);
@@ -50,4 +52,12 @@ pub(crate) fn text(seed: u64, len: usize) -> Vec<u8> {
 pub(crate) fn repeated(seed: u64, period: usize, len: usize) -> Vec<u8> {
     let stretch = random(seed, period);
     stretch.iter().copied().cycle().take(len).collect()
+}
+
+/// The frame of a chunk in a buffer of its own.
+pub(crate) fn frame_of(encoder: &mut Encoder, chunk: &[u8]) -> (Vec<u8>, Encoded) {
+    let mut frame = vec![0; frame_bound(chunk.len())];
+    let encoded = encoder.encode(chunk, &mut frame);
+    frame.truncate(encoded.len);
+    (frame, encoded)
 }

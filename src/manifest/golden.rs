@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::codec::sample_data::{random, repeated, text};
+use crate::codec::sample_data::{frame_of, random, repeated, text};
 use crate::codec::{Decoder, Encoder, FrameKind, Level};
 
 const JOB: &str = "golden";
@@ -55,11 +55,10 @@ fn files() -> BTreeMap<String, Vec<u8>> {
     for (ordinal, (uuid, raw)) in extents().into_iter().enumerate() {
         let mut table = FrameTable::new(raw.len() as u64, MIB as u64);
         let mut object = Vec::new();
-        let mut frame = Vec::new();
         for chunk in raw.chunks(MIB) {
-            let encoded = encoder.encode(chunk, &mut frame);
+            let (frame, encoded) = frame_of(&mut encoder, chunk);
             table.push(
-                u32::try_from(frame.len()).unwrap(),
+                u32::try_from(encoded.len).unwrap(),
                 encoded.kind,
                 encoded.digest,
             );

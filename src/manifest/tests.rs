@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::codec::frame::Filter;
+use crate::codec::sample_data::{frame_of, random};
 use crate::codec::{Encoder, FrameKind, Level};
 
 const MIB: u64 = 1 << 20;
@@ -527,14 +528,13 @@ mod frame_tables {
 #[test]
 fn the_longest_object_is_all_raw_frames() {
     let chunk_len = usize::try_from(MIB).unwrap();
-    let raw = crate::codec::sample_data::random(9, 2 * chunk_len + 7);
+    let raw = random(9, 2 * chunk_len + 7);
     let mut encoder = Encoder::new(Level::None).unwrap();
-    let mut frame = Vec::new();
     let mut table = FrameTable::new(raw.len() as u64, MIB);
     for chunk in raw.chunks(chunk_len) {
-        let encoded = encoder.encode(chunk, &mut frame);
+        let (_, encoded) = frame_of(&mut encoder, chunk);
         table.push(
-            u32::try_from(frame.len()).unwrap(),
+            u32::try_from(encoded.len).unwrap(),
             encoded.kind,
             encoded.digest,
         );

@@ -150,7 +150,7 @@ fn check_save(records: &Records) -> Verdict {
                 other.end > request.start && (*after != "a look" || other.key == request.key)
             };
             demand!(
-                !earlier.iter().any(|other| is_late(other)),
+                !earlier.iter().any(is_late),
                 "{after} was asked for before {before} was answered"
             );
         }
@@ -588,5 +588,50 @@ fn the_rules_refuse_parts_one_by_one() {
         for (start, part) in (200..).step_by(10).zip(parts) {
             (part.start, part.end) = (start, start + 10);
         }
+    });
+}
+
+#[test]
+fn the_rules_refuse_a_wrong_restore() {
+    let good = || {
+        let mut records = a_good_save();
+        records.calls[0].name = "cuCheckpointProcessUnlock".to_owned();
+        (records.calls[0].start, records.calls[0].end) = (910, 915);
+        records.calls[1].name = "cuCheckpointProcessRestore".to_owned();
+        records.requests = vec![Request {
+            op: "GetObject".to_owned(),
+            key: "j/data/n/manifest.json".to_owned(),
+            status: 200,
+            is_conditional: false,
+            start: 10,
+            end: 20,
+        }];
+        records
+    };
+    assert_eq!(check_restore(&good()), Ok(()));
+    let refuses = |words: &str, change: &dyn Fn(&mut Records)| {
+        let mut records = good();
+        change(&mut records);
+        let verdict = check_restore(&records).expect_err(words);
+        assert!(
+            verdict.contains(words),
+            "{verdict:?} does not say {words:?}"
+        );
+    };
+    refuses("before Complete had answered", &|records| {
+        records.calls[0].start = 904;
+    });
+    refuses("before the manifest was read", &|records| {
+        records.requests[0].end = 91;
+    });
+    refuses("a restore that writes", &|records| {
+        let put = find(&mut a_good_save(), "PutObject", "").clone();
+        records.requests.push(put);
+    });
+    refuses("before a copy was done", &|records| {
+        records.copies[5].done = 901;
+    });
+    refuses("which the driver did not give", &|records| {
+        records.copies[0].stream = 8;
     });
 }

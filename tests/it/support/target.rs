@@ -38,11 +38,6 @@ impl Target {
         target
     }
 
-    /// The digest lines of the same job (`step K digest D`, `done digest D`) when nobody disturbs it.
-    pub(crate) fn undisturbed(node: &Node, args: &str) -> Vec<String> {
-        Self::start(node, args).finish()
-    }
-
     /// Holds what the processes of one job printed between them against the same job in one process that nobody disturbs: no step may be missing or have
     /// another digest. The job has no end (no `--steps`), so that no test depends on how fast anything is.
     pub(crate) fn check_undisturbed(
@@ -126,16 +121,6 @@ impl Target {
         while let Some(line) = self.next_line() {
             drop(line);
         }
-        self.digest_lines()
-    }
-
-    /// Waits until it has done its last step. The digest lines that it printed.
-    pub(crate) fn finish(mut self) -> Vec<String> {
-        while let Some(line) = self.next_line() {
-            drop(line);
-        }
-        let (status, stderr) = self.process.wait();
-        assert!(status.success(), "the target failed: {status} {stderr}");
         self.digest_lines()
     }
 
