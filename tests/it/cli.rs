@@ -338,7 +338,8 @@ fn what_a_signal_does_is_said_for_the_command_at_hand() {
     let scene = Scene::new(&[]);
     let stalled = json!([{"op": "*", "always": true, "action": {"stall": true}}]);
     scene.server.set_rules(&stalled);
-    let verify = Watched::start(&scene.saver("job", "").cli, "verify");
+    let saver = scene.saver("job", "");
+    let verify = Watched::start(&saver.cli, "verify");
     verify.until_phase("read");
     verify.signal("INT");
     let run = verify.wait();
