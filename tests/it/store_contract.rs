@@ -393,6 +393,11 @@ async fn s3_keeps_the_contract() {
         ..config(&server.endpoint, "signed")
     };
     contract(&S3Store::connect(&signed).await.unwrap()).await;
+    let unchecked = StoreConfig {
+        checksum: PartChecksum::None,
+        ..config(&server.endpoint, "unchecked")
+    };
+    contract(&S3Store::connect(&unchecked).await.unwrap()).await;
 }
 
 /// Against a server of one's own: `CKPTSTREAM_TEST_S3_ENDPOINT`, with an empty bucket `images` and the usual test keys.
@@ -638,6 +643,43 @@ async fn refusals_are_final_and_say_what_helps() {
     assert_eq!(meter.view().retries, 0);
 }
 
+/// The chain of an error that took several attempts names one key throughout, and tells the store's words once.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chain_of_errors_tells_each_thing_once() {
+    if !has_credentials("store_contract::a_chain_of_errors_tells_each_thing_once") {
+        return;
+    }
+    let server = lenient(&[]);
+    let policy = RetryPolicy {
+        pause_first: Duration::from_millis(5),
+        ..RetryPolicy::new(Duration::from_millis(50))
+    };
+    let inner = Arc::new(connect(&server).await);
+    let store = Retrying::new(inner, policy, CancellationToken::new(), Meter::new());
+    let action = json!({"status": 500, "code": "InternalError", "message": "we are sorry"});
+    server.set_rules(&json!([{"op": "*", "always": true, "action": action}]));
+    let head = async { store.get(&key("job/object"), 10).await.map(drop) }.await;
+    let list = async { store.list("job/").await.map(drop) }.await;
+    let whole = async { store.list_dirs("").await.map(drop) }.await;
+    for (result, start) in [
+        (head, "GetObject job/object: "),
+        (list, "ListObjectsV2 job/: "),
+        (whole, "ListObjectsV2 /: "),
+    ] {
+        let chain = ckptstream::error::chain(&result.unwrap_err());
+        assert!(
+            chain.iter().all(|text| text.starts_with(start)),
+            "{chain:?}"
+        );
+        let whole = chain.join(": ");
+        assert_eq!(whole.matches("we are sorry").count(), 1, "{whole}");
+        assert!(
+            !whole.contains('{') && !whole.contains("unhandled"),
+            "{whole}"
+        );
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn only_the_stores_own_word_proves_absence() {
     if !has_credentials("store_contract::only_the_stores_own_word_proves_absence") {
@@ -680,6 +722,10 @@ async fn requests_carry_what_they_must_and_nothing_else() {
     let with = json!({"op": "*", "header": {"name": checksum}, "always": true, "action": refuse});
     let without =
         json!({"op": bodies, "without_header": checksum, "always": true, "action": refuse});
+    let md5 = "content-md5";
+    let with_md5 = json!({"op": "*", "header": {"name": md5}, "always": true, "action": refuse});
+    let without_md5 =
+        json!({"op": bodies, "without_header": md5, "always": true, "action": refuse});
     let payload = "x-amz-content-sha256";
     let unsigned = json!({"op": bodies, "header": {"name": payload, "contains": "UNSIGNED"}, "always": true, "action": refuse});
     let plain = config(&server.endpoint, "plain");
@@ -692,15 +738,22 @@ async fn requests_carry_what_they_must_and_nothing_else() {
         ..config(&server.endpoint, "signed")
     };
     for (config, rules) in [
-        (&plain, vec![without.clone()]),
-        (&no_checksum, vec![with.clone()]),
+        (&plain, vec![without.clone(), with_md5.clone()]),
+        // Content-MD5 in its place: every store knows it, and buckets with Object Lock take no part without either.
+        (&no_checksum, vec![with.clone(), without_md5.clone()]),
         (&signed, vec![without.clone(), unsigned.clone()]),
     ] {
         server.set_rules(&json!([&unwanted[..], &rules].concat()));
         every_request(&S3Store::connect(config).await.unwrap(), "it").await;
     }
     // The rules do bite.
-    for (config, rule) in [(&plain, with), (&no_checksum, without), (&plain, unsigned)] {
+    for (config, rule) in [
+        (&plain, with),
+        (&no_checksum, without),
+        (&plain, unsigned),
+        (&plain, without_md5),
+        (&no_checksum, with_md5),
+    ] {
         server.set_rules(&json!([rule]));
         let store = S3Store::connect(config).await.unwrap();
         assert!(
@@ -764,9 +817,22 @@ async fn a_stall_ends_and_a_slow_line_does_not() {
         .await
         .unwrap();
 
+    // A frame table: two seconds of bytes, under a flat limit of one and a half.
+    let slow = S3Store::connect(&short_limits(Duration::from_millis(1500)))
+        .await
+        .unwrap();
+    let table = long.slice(..16 << 20);
+    let put = slow.put_if_absent(&key("table"), table.clone()).await;
+    assert_eq!(put.unwrap(), PutOutcome::Created);
+
     let store = S3Store::connect(&short_limits(Duration::from_millis(400)))
         .await
         .unwrap();
+    server.set_rules(&json!([
+        {"op": "PutObject", "always": true, "action": {"wire": "stall-after", "bytes": 1000}}
+    ]));
+    let put = store.put_if_absent(&key("another table"), table).await;
+    transient(put.map(drop), "no byte moved for 400ms");
     let id = store.begin_upload(&key("stalled")).await.unwrap();
     let put = || async {
         store
