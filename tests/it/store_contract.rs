@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::S3Server;
 use crate::support::s3_server::{BUCKET, has_credentials, in_environment};
+use crate::support::scene::{Scene, assert_failed};
 
 fn key(text: &str) -> Key {
     Key::new(text).unwrap()
@@ -393,11 +394,6 @@ async fn s3_keeps_the_contract() {
         ..config(&server.endpoint, "signed")
     };
     contract(&S3Store::connect(&signed).await.unwrap()).await;
-    let unchecked = StoreConfig {
-        checksum: PartChecksum::None,
-        ..config(&server.endpoint, "unchecked")
-    };
-    contract(&S3Store::connect(&unchecked).await.unwrap()).await;
 }
 
 /// Against a server of one's own: `CKPTSTREAM_TEST_S3_ENDPOINT`, with an empty bucket `images` and the usual test keys.
@@ -948,4 +944,43 @@ async fn a_host_that_is_not_known_points_at_path_style() {
         error.to_string().contains("store.path_style = true"),
         "{error}"
     );
+}
+
+/// A store that keeps no checksum is asked for the bytes: what it damaged is never committed, and what the line damaged is sent again.
+#[test]
+fn a_save_is_proved_by_what_the_store_gives_back() {
+    let no_checksum = "checksum = \"none\"\n";
+    let hidden = json!({"op": "HeadObject", "always": true, "action": {"headers": {"x-amz-checksum-crc64nvme": ""}}});
+    let part = |action| json!({"op": "UploadPart", "nth": 1, "action": action});
+    let on_the_line = part(json!({"wire": "flip-bit", "of": "request", "bytes": 1000}));
+    let in_the_store = part(json!({"wire": "flip-stored-bit", "bytes": 1000}));
+    let on_the_way_back = json!({"op": "GetObject", "key_contains": ".zst", "nth": 1, "action": {"wire": "flip-bit", "bytes": 1000}});
+    for (name, config, rules, is_saved) in [
+        ("none-line", no_checksum, vec![on_the_line], true),
+        ("none-store", no_checksum, vec![in_the_store.clone()], false),
+        ("none-back", no_checksum, vec![on_the_way_back], true),
+        (
+            "hidden-store",
+            "",
+            vec![hidden.clone(), in_the_store],
+            false,
+        ),
+        ("hidden", "", vec![hidden], true),
+    ] {
+        let scene = Scene::new(&[]);
+        let mut target = scene.target();
+        target.wait_for("step 2 ");
+        scene.server.set_rules(&json!(rules));
+        let saver = scene.saver_with(name, "", config);
+        let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+        scene.server.set_rules(&json!([]));
+        if is_saved {
+            assert_eq!(run.code, 0, "{name}: {run:?}");
+            assert_eq!(scene.images(name), [1], "{name}");
+            saver.cli.ok("verify");
+        } else {
+            assert_failed(name, &run, 12, "land", &["has CRC64NVME"]);
+            assert!(scene.images(name).is_empty(), "{name}");
+        }
+    }
 }
