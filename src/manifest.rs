@@ -70,6 +70,15 @@ pub enum CaptureMode {
     Staged,
 }
 
+impl fmt::Display for CaptureMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CaptureMode::CustomStorage => "custom-storage",
+            CaptureMode::Staged => "staged",
+        })
+    }
+}
+
 /// An image's list of contents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {

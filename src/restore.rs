@@ -11,33 +11,33 @@
 //! No byte reaches a GPU before its chunk was verified. Complete is called only when every chunk was copied and every stream synchronized without an error. A
 //! restore that failed is never repeated on the same process.
 
-use std::collections::HashMap;
+mod gpu_map;
+mod read;
+
 use std::error::Error;
-use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::look;
-use crate::codec::Decoder;
 use crate::config::Verify;
-use crate::driver::{
-    BufferPool, CheckpointedProcess, CopyQueue, Device, Driver, DriverError, Extent, GpuUuid,
-    RestoringProcess,
-};
-use crate::error::{ExitCode, Failure, Phase, TargetState};
-use crate::image::{Image, ImageError, ImageRef};
-use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifest, ProcessRecord};
-use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
+use crate::driver::{CheckpointedProcess, CopyQueue, Driver, Extent, GpuUuid, RestoringProcess};
+use crate::error::{ExitCode, Failure, Phase};
+use crate::image::{Image, ImageRef};
+use crate::job_log::{Entry, JobLog};
+use crate::manifest::{CaptureMode, ImageKind, Manifest};
+use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
-use crate::plan::{self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_groups, plan_load};
-use crate::progress::LaneMeter;
 use crate::session::{Interrupted, Session};
-use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
+use gpu_map::{GpuPairs, is_identity, map_gpus};
+use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources};
+
+pub use read::{cat, verify};
+pub(crate) use read::{outcome_of, plan_code};
 
 /// Puts an image back into a suspended process and lets it run.
 ///
@@ -58,6 +58,9 @@ pub fn restore(
         Failure::new(code, Phase::Read, error)
     })?;
     let image = open_image(session, image)?;
+    if !into_fresh {
+        must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
+    }
     let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh)
         .map_err(|cause| refused(Phase::Read, cause))?;
     let verify = session
@@ -86,50 +89,6 @@ pub fn restore(
     })
 }
 
-/// Reads every chunk of an image and compares its digest. Needs no GPU.
-///
-/// # Errors
-/// Exit 6 without an image, 3 when the store cannot be reached, 20 when a byte is not what was saved.
-pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
-    let clock = PhaseClock::start(&session.meter, Phase::Read);
-    let image = open_image(session, image).map_err(reads_only)?;
-    let loaded = load_nowhere(session, &image).map_err(|error| {
-        let code = match &error {
-            LoadFailed::Pipeline(PipelineError::Store(error)) if !error.is_about_the_object() => {
-                ExitCode::Preflight
-            }
-            LoadFailed::Plan(error) => plan_code(error),
-            _ => ExitCode::RestoreRefused,
-        };
-        Failure::new(code, Phase::Read, error)
-    })?;
-    Ok(Outcome {
-        stages: loaded.stages,
-        slowest_stage: loaded.slowest_stage,
-        memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
-        ..outcome_of(session, &image, Vec::new(), clock.finish())
-    })
-}
-
-/// Writes the raw extent of one GPU, verified chunk by chunk, in order. `gpu` may be left out when the image has one extent. Needs no GPU.
-///
-/// # Errors
-/// As [`verify`]; exit 2 when the GPU is none of the image's. What was written before the error is right as far as it goes.
-pub fn cat(
-    session: &Session,
-    image: ImageRef,
-    gpu: Option<GpuUuid>,
-    out: &mut dyn Write,
-) -> Result<Outcome, Failure> {
-    let clock = PhaseClock::start(&session.meter, Phase::Read);
-    let image = open_image(session, image).map_err(reads_only)?;
-    let (extent, table) = choose_extent(&image, gpu)
-        .map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
-    cat_extent(session, extent, table, out)
-        .map_err(|error| Failure::new(ExitCode::RestoreRefused, Phase::Read, error))?;
-    Ok(outcome_of(session, &image, Vec::new(), clock.finish()))
-}
-
 /// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked.
 ///
 /// # Errors
@@ -149,17 +108,21 @@ pub(crate) fn bring_back(
     let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
     let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
+    let run = AssertUnwindSafe(|| transfer.run(driver, suspended, pairs, &point));
+    let done = catch_unwind(run).unwrap_or_else(|panic| {
+        let message = pipeline::panic_message(panic.as_ref());
+        let stage = "story";
+        Err(PipelineError::Panic { stage, message }.into())
+    });
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
         failure.targets = vec![look(driver, target)];
         failure
     };
-    let mut asked = false;
-    let (restoring, loaded) = match transfer.run(suspended, pairs, &point, &mut asked) {
+    let (restoring, loaded) = match done {
         Ok(done) => done,
-        Err(error) if asked => return Err(failed(Phase::Restore, error.into())),
-        Err(PipelineError::Cancelled) => return Err(refused(Interrupted.into())),
-        Err(error) => return Err(refused(error.into())),
+        Err(cause) if point.is_passed() => return Err(failed(Phase::Restore, cause)),
+        Err(cause) => return Err(refused(cause)),
     };
     clock.enter(Phase::Complete);
     let completed = restoring.complete();
@@ -207,18 +170,27 @@ impl Transfer {
     /// Asks the driver as soon as the first chunks wait in the rings, and copies everything in.
     fn run(
         self,
+        driver: &Driver,
         suspended: CheckpointedProcess,
         pairs: &[(GpuUuid, GpuUuid)],
         point: &PointOfNoReturn,
-        asked: &mut bool,
-    ) -> Result<(RestoringProcess, Loaded), PipelineError> {
+    ) -> Result<(RestoringProcess, Loaded), Box<dyn Error + Send + Sync>> {
         let (gpus, lanes) = (self.gpus, self.lanes);
         let mut restoring = None;
+        let mut no_memory = None;
         let begin = || {
+            // A restore that runs out of GPU memory leaves the target stuck for ever: looked at as late as can be.
+            let needs = gpus
+                .iter()
+                .copied()
+                .zip(lanes.iter().map(|lane| lane.raw_len));
+            if let Err(error) = must_have_memory(driver, needs) {
+                no_memory = Some(error);
+                return Err(PipelineError::Cancelled);
+            }
             if !point.pass() {
                 return Err(PipelineError::Cancelled);
             }
-            *asked = true;
             let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
             let extents = match_extents(process.extents(), &gpus, &lanes)?;
             restoring = Some(process);
@@ -229,18 +201,21 @@ impl Transfer {
             begin().map(|_none: Vec<Extent>| Loaded {
                 stages: Vec::new(),
                 slowest_stage: None,
-            })?
+            })
         } else {
             let destination = Destination::Gpus {
                 queues: self.queues,
                 begin: Box::new(begin),
             };
-            pipeline::load(&lanes, self.resources, destination)?
+            pipeline::load(&lanes, self.resources, destination)
         };
-        let Some(restoring) = restoring else {
-            unreachable!("a load that succeeded has asked the driver");
-        };
-        Ok((restoring, loaded))
+        match (loaded, restoring, no_memory) {
+            (Ok(loaded), Some(restoring), _) => Ok((restoring, loaded)),
+            (_, _, Some(no_memory)) => Err(no_memory),
+            (Err(PipelineError::Cancelled), ..) if !point.is_passed() => Err(Interrupted.into()),
+            (Err(error), ..) => Err(error.into()),
+            (Ok(_), None, None) => unreachable!("a load that succeeded has asked the driver"),
+        }
     }
 }
 
@@ -248,6 +223,7 @@ impl Transfer {
 struct PointOfNoReturn {
     /// Whoever is first decides: the signal or the one who passes.
     is_decided: Arc<AtomicBool>,
+    is_passed: AtomicBool,
     /// Cancelled by a signal that came first.
     cancel: CancellationToken,
     signal: tokio::task::JoinHandle<()>,
@@ -270,14 +246,22 @@ impl PointOfNoReturn {
         });
         Self {
             is_decided,
+            is_passed: AtomicBool::new(false),
             cancel,
             signal,
         }
     }
 
-    /// Whether no signal came first.
+    /// To be called right before the driver is asked. Whether no signal came first.
     fn pass(&self) -> bool {
-        !self.is_decided.swap(true, Ordering::SeqCst)
+        let is_first = !self.is_decided.swap(true, Ordering::SeqCst);
+        self.is_passed.store(is_first, Ordering::SeqCst);
+        is_first
+    }
+
+    /// Whether the driver may have been asked.
+    fn is_passed(&self) -> bool {
+        self.is_passed.load(Ordering::SeqCst)
     }
 }
 
@@ -296,81 +280,14 @@ pub(crate) fn is_saved_process(manifest: &Manifest, target: &Target) -> bool {
             .any(|saved| saved.pid == target.pid && saved.start_time == target.start_time)
 }
 
-/// The exit code of a plan that cannot be: a part size that cannot hold the memory is refused (3), the rest is configuration (2).
-pub(crate) fn plan_code(error: &PlanError) -> ExitCode {
-    match error {
-        PlanError::PartSizeTooSmall { .. } => ExitCode::Preflight,
-        _ => ExitCode::Config,
-    }
-}
-
-/// What a run over this image tells, before stages and times of its own are filled in.
-pub(crate) fn outcome_of(
-    session: &Session,
-    image: &Image,
-    targets: Vec<TargetState>,
-    seconds: Vec<PhaseSeconds>,
-) -> Outcome {
-    let lanes = image.manifest.extents().map(|extent| LaneOutcome {
-        device: extent.device.clone(),
-        raw: extent.raw_len,
-        stored: extent.object.len,
-    });
-    Outcome {
-        job: session.config.job.to_string(),
-        generation: image.generation,
-        image: format!("{:08}", image.generation),
-        attempt: image.attempt.clone(),
-        targets,
-        bytes: Bytes {
-            raw: image.manifest.raw_len(),
-            stored: image.manifest.stored_len(),
-        },
-        seconds,
-        seconds_locked: 0.0,
-        lanes: lanes.collect(),
-        stages: Vec::new(),
-        slowest_stage: None,
-        retries: session.meter.view().retries,
-        memory_planned: 0,
-    }
-}
-
+/// A refusal before the driver was asked: nothing was changed. A memory budget that is too small is configuration.
 fn refused(phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
-    // A signal before the driver was asked leaves everything as it was found, like every other refusal.
-    Failure::new(ExitCode::RestoreRefused, phase, cause)
-}
-
-fn open_image(session: &Session, which: ImageRef) -> Result<Image, Failure> {
-    let opened = session.wait(Image::open(&*session.store, &session.config.job, which));
-    let (image, skipped) = opened.map_err(|error| {
-        let code = if matches!(error, ImageError::NoImage { .. }) {
-            ExitCode::NothingToRestore
-        } else {
-            ExitCode::RestoreRefused
-        };
-        Failure::new(code, Phase::Read, error)
-    })?;
-    for skip in skipped {
-        tracing::warn!("skipped image {skip}");
-    }
-    Ok(image)
-}
-
-/// A command that only reads answers 3, not 20, when the store cannot be reached.
-fn reads_only(failure: Failure) -> Failure {
-    let unreachable = failure
-        .cause
-        .downcast_ref::<ImageError>()
-        .is_some_and(|error| matches!(error, ImageError::Unreachable { .. }));
-    if unreachable {
-        Failure {
-            code: ExitCode::Preflight,
-            ..failure
-        }
-    } else {
-        failure
-    }
+    let plan = match cause.downcast_ref::<LoadFailed>() {
+        Some(LoadFailed::Plan(error)) => Some(error),
+        _ => cause.downcast_ref(),
+    };
+    let code = plan.map_or(ExitCode::RestoreRefused, plan_code);
+    Failure::new(code, phase, cause)
 }
 
 /// Where a process cannot be made again, every chunk is verified before the driver is asked.
@@ -393,8 +310,15 @@ enum CheckError {
     ProcessCount { count: usize },
     #[error("the image is of kind {kind}, which this version cannot restore")]
     Kind { kind: ImageKind },
-    #[error("{0}")]
-    Gpus(String),
+    #[error(
+        "image {generation:08} is not the job's newest, {newest:08}: the process has computed on since, and its host memory does not fit the older \
+         GPU memory; restore {newest:08}, or give --into-fresh for a process that came up suspended on purpose"
+    )]
+    NotTheNewest { generation: u64, newest: u64 },
+    #[error("the image was captured in {mode} mode, which this version cannot restore")]
+    Mode { mode: CaptureMode },
+    #[error("{uuid} is no GPU of this node")]
+    NoGpu { uuid: String },
     #[error(
         "{} has {free} bytes free, and the image needs {needed} there; free GPU memory, or choose another GPU with --gpu-map",
         uuid
@@ -406,7 +330,23 @@ enum CheckError {
     },
 }
 
-type GpuPairs = Vec<(GpuUuid, GpuUuid)>;
+/// An older GPU-only image under a newer host memory computes on wrong, with all digests right.
+fn must_be_the_newest(
+    session: &Session,
+    image: &Image,
+) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let log = session.wait(JobLog::read(&*session.store, &session.config.job))?;
+    let is_image = |entry: &Entry| matches!(entry, Entry::Image(_));
+    let newest = log.entries().rev().find(|(_, entry)| is_image(entry));
+    match newest {
+        Some((newest, _)) if newest != image.generation => Err(CheckError::NotTheNewest {
+            generation: image.generation,
+            newest,
+        }
+        .into()),
+        _ => Ok(()),
+    }
+}
 
 /// Everything that can be known before the driver is asked.
 fn check(
@@ -415,157 +355,60 @@ fn check(
     manifest: &Manifest,
     into_fresh: bool,
 ) -> Result<(Arc<Driver>, GpuPairs, CheckpointedProcess), Box<dyn Error + Send + Sync>> {
-    if manifest.kind != ImageKind::Gpu {
-        return Err(CheckError::Kind {
-            kind: manifest.kind,
-        }
-        .into());
+    let (kind, mode) = (manifest.kind, manifest.capture.mode);
+    if kind != ImageKind::Gpu {
+        return Err(CheckError::Kind { kind }.into());
+    }
+    if mode != CaptureMode::CustomStorage {
+        return Err(CheckError::Mode { mode }.into());
     }
     let [saved] = manifest.processes.as_slice() else {
-        return Err(CheckError::ProcessCount {
-            count: manifest.processes.len(),
-        }
-        .into());
+        let count = manifest.processes.len();
+        return Err(CheckError::ProcessCount { count }.into());
     };
     if !into_fresh && !is_saved_process(manifest, target) {
-        return Err(CheckError::AnotherProcess {
-            saved_pid: saved.pid,
-            pid: target.pid,
-        }
-        .into());
+        let (saved_pid, pid) = (saved.pid, target.pid);
+        return Err(CheckError::AnotherProcess { saved_pid, pid }.into());
     }
     let driver = Driver::open()?;
     driver.require_custom_storage()?;
-    let pairs = map_gpus(
-        &saved.devices,
-        driver.devices(),
-        &session.config.driver.gpu_map,
-        &needs(saved),
-    )?;
+    let saved_by = manifest.capture.driver_version.as_deref();
+    if saved_by != driver.driver_version() {
+        let unknown = "an unknown version";
+        tracing::warn!(
+            "the image was saved under driver {}, this is {}",
+            saved_by.unwrap_or(unknown),
+            driver.driver_version().unwrap_or(unknown)
+        );
+    }
+    let wanted = &session.config.driver.gpu_map;
+    let pairs = map_gpus(saved, driver.devices(), wanted)?;
     let suspended = CheckpointedProcess::attach(&driver, target.pid)?;
     driver.retain_contexts()?;
+    // Looked at again right before the driver is asked; here it spares a download that would be for nothing.
+    let mut needs = Vec::with_capacity(saved.extents.len());
     for extent in &saved.extents {
         let device = present_device(&driver, &pairs, &extent.device)?;
-        let free = driver.free_memory(device)?;
-        if free < extent.raw_len {
-            return Err(CheckError::Memory {
-                uuid: driver.devices()[device].uuid,
-                free,
-                needed: extent.raw_len,
-            }
-            .into());
-        }
+        needs.push((device, extent.raw_len));
     }
+    must_have_memory(&driver, needs.into_iter())?;
     session.check_cancelled()?;
     Ok((driver, pairs, suspended))
 }
 
-/// Bytes that each stored GPU must take up again.
-fn needs(saved: &ProcessRecord) -> HashMap<String, u64> {
-    saved
-        .extents
-        .iter()
-        .map(|extent| (extent.device.clone(), extent.raw_len))
-        .collect()
-}
-
-/// Maps every stored GPU to a present one of the same chip: as the user says, else itself, else the lowest PCI id that is left and large enough.
-fn map_gpus(
-    stored: &[DeviceRecord],
-    present: &[Device],
-    wanted: &[(GpuUuid, GpuUuid)],
-    needs: &HashMap<String, u64>,
-) -> Result<GpuPairs, CheckError> {
-    let fail = |text: String| CheckError::Gpus(format!("{text}; {}", table(stored, present)));
-    let mut stored_uuids = Vec::with_capacity(stored.len());
-    for device in stored {
-        stored_uuids.push(
-            device
-                .uuid
-                .parse::<GpuUuid>()
-                .map_err(|error| fail(error.to_string()))?,
-        );
-    }
-    for (old, new) in wanted {
-        if !stored_uuids.contains(old) {
-            return Err(fail(format!(
-                "--gpu-map names {old}, which is no GPU of the image"
-            )));
-        }
-        if !present.iter().any(|device| device.uuid == *new) {
-            return Err(fail(format!(
-                "--gpu-map names {new}, which is no GPU of this node"
-            )));
+/// Every GPU (by index) has so many bytes free now.
+fn must_have_memory(
+    driver: &Driver,
+    needs: impl Iterator<Item = (usize, u64)>,
+) -> Result<(), Box<dyn Error + Send + Sync>> {
+    for (device, needed) in needs {
+        let free = driver.free_memory(device)?;
+        if free < needed {
+            let uuid = driver.devices()[device].uuid;
+            return Err(CheckError::Memory { uuid, free, needed }.into());
         }
     }
-    let mut pairs: GpuPairs = Vec::with_capacity(stored.len());
-    // Users' wishes first, identities next: what is left over must not take their places.
-    for (&old, record) in stored_uuids.iter().zip(stored) {
-        let explicit = wanted
-            .iter()
-            .find(|(from, _)| *from == old)
-            .map(|&(_, new)| new);
-        let identity = present
-            .iter()
-            .find(|device| device.uuid == old)
-            .map(|device| device.uuid);
-        if let Some(new) =
-            explicit.or(identity.filter(|new| !wanted.iter().any(|(_, taken)| taken == new)))
-        {
-            if pairs.iter().any(|&(_, taken)| taken == new) {
-                return Err(fail(format!("two GPUs of the image map to {new}")));
-            }
-            let device = present.iter().find(|device| device.uuid == new);
-            if device.is_some_and(|device| !same_chip(record, device)) {
-                return Err(fail(format!("{new} is another chip than {old} was")));
-            }
-            pairs.push((old, new));
-        }
-    }
-    let mut by_pci: Vec<&Device> = present.iter().collect();
-    by_pci.sort_by(|a, b| a.pci.cmp(&b.pci));
-    for (&old, record) in stored_uuids.iter().zip(stored) {
-        if pairs.iter().any(|&(from, _)| from == old) {
-            continue;
-        }
-        let needed = needs.get(&record.uuid).copied().unwrap_or(0);
-        let free = by_pci.iter().find(|device| {
-            same_chip(record, device)
-                && device.memory_len >= needed
-                && !pairs.iter().any(|&(_, taken)| taken == device.uuid)
-        });
-        let new = free.ok_or_else(|| fail(format!("no GPU of this node is left for {old}")))?;
-        pairs.push((old, new.uuid));
-    }
-    Ok(pairs)
-}
-
-/// The driver restores onto the same chip type only. Name and compute capability together tell it, and keep an emulated image off hardware.
-fn same_chip(stored: &DeviceRecord, present: &Device) -> bool {
-    stored.chip == present.chip && stored.name == present.name
-}
-
-fn table(stored: &[DeviceRecord], present: &[Device]) -> String {
-    let old = stored
-        .iter()
-        .map(|gpu| format!("{} ({}, {})", gpu.uuid, gpu.name, gpu.chip));
-    let new = present
-        .iter()
-        .map(|gpu| format!("{} ({}, {}, {})", gpu.uuid, gpu.name, gpu.chip, gpu.pci));
-    format!("the image has {}; this node has {}", list(old), list(new))
-}
-
-fn list(items: impl Iterator<Item = String>) -> String {
-    let items: Vec<String> = items.collect();
-    if items.is_empty() {
-        "no GPU".to_owned()
-    } else {
-        items.join(", ")
-    }
-}
-
-fn is_identity(pairs: &[(GpuUuid, GpuUuid)]) -> bool {
-    pairs.iter().all(|(old, new)| old == new)
+    Ok(())
 }
 
 /// Index of the present GPU that a stored one is mapped to.
@@ -574,18 +417,17 @@ fn present_device(
     pairs: &[(GpuUuid, GpuUuid)],
     stored: &str,
 ) -> Result<usize, CheckError> {
-    let old: GpuUuid = stored
-        .parse()
-        .map_err(|error: crate::driver::BadGpuUuid| CheckError::Gpus(error.to_string()))?;
+    let no_gpu = || CheckError::NoGpu {
+        uuid: stored.to_owned(),
+    };
+    let old: GpuUuid = stored.parse().ok().ok_or_else(no_gpu)?;
     let new = pairs
         .iter()
         .find(|(from, _)| *from == old)
         .map_or(old, |&(_, new)| new);
-    let index = driver
-        .devices()
-        .iter()
-        .position(|device| device.uuid == new);
-    index.ok_or_else(|| CheckError::Gpus(format!("{new} is no GPU of this node")))
+    let devices = driver.devices();
+    let index = devices.iter().position(|device| device.uuid == new);
+    index.ok_or_else(no_gpu)
 }
 
 /// The present GPU of each lane, in the order of the image's extents.
@@ -632,210 +474,4 @@ fn match_extents(
         Ok(*extent)
     });
     matched.collect()
-}
-
-/// Why an image could not be read through.
-#[derive(Debug, thiserror::Error)]
-enum LoadFailed {
-    #[error("the image does not verify")]
-    Pipeline(#[from] PipelineError),
-    #[error("the image cannot be read within the memory budget")]
-    Plan(#[from] PlanError),
-    #[error("host memory for the transfer is not to be had")]
-    Memory(#[from] DriverError),
-    #[error("libzstd cannot be set up")]
-    Decoder(#[from] crate::codec::DecoderError),
-    #[error("a key of the image is not legal")]
-    Key(#[from] crate::store::BadKey),
-    #[error(transparent)]
-    Interrupted(#[from] Interrupted),
-}
-
-/// Reads and verifies every chunk, and keeps none.
-fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, LoadFailed> {
-    let plan = load_plan(session, image)?;
-    let lanes = lanes(session, image, &plan, None)?;
-    let resources = resources(
-        session,
-        &plan,
-        Arc::clone(&session.store),
-        session.cancel.clone(),
-    )?;
-    match pipeline::load(&lanes, resources, Destination::Nowhere) {
-        Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => Err(Interrupted.into()),
-        outcome => Ok(outcome?),
-    }
-}
-
-fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, PlanError> {
-    let shapes: Vec<plan::LoadLane> = image
-        .manifest
-        .extents()
-        .zip(image.tables.iter().flatten())
-        .map(|(extent, table)| plan::LoadLane {
-            raw_len: extent.raw_len,
-            chunk_len: extent.chunk_len,
-            frame_len_max: table.frame_len_max(),
-        })
-        .collect();
-    let pipeline = &session.config.pipeline;
-    let settings = LoadSettings {
-        memory_budget: pipeline.memory_budget,
-        budget_is_set: pipeline.memory_budget_is_set,
-        threads: pipeline.threads,
-        parallelism: session.config.store.parallelism,
-    };
-    plan_load(&shapes, &settings)
-}
-
-fn lanes(
-    session: &Session,
-    image: &Image,
-    plan: &LoadPlan,
-    driver: Option<&Arc<Driver>>,
-) -> Result<Vec<LoadLane>, LoadFailed> {
-    let mut lanes = Vec::new();
-    let tables = image.tables.iter().flatten();
-    let stored = image.manifest.extents().zip(tables).zip(&image.etags);
-    for (index, ((extent, table), etag)) in stored.enumerate() {
-        let chunk_len = usize::try_from(extent.chunk_len).unwrap_or(usize::MAX);
-        lanes.push(LoadLane {
-            key: Key::of_job(&session.config.job, &extent.object.key)?,
-            etag: etag.clone(),
-            frames: table.entries().collect(),
-            raw_len: extent.raw_len,
-            chunk_len: extent.chunk_len,
-            ring: BufferPool::new(plan.ring_chunks, chunk_len, driver)?,
-            meter: LaneMeter::new(format!("GPU {index}"), extent.raw_len),
-        });
-    }
-    session
-        .meter
-        .announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
-    Ok(lanes)
-}
-
-fn resources(
-    session: &Session,
-    plan: &LoadPlan,
-    store: Arc<dyn Store>,
-    cancel: CancellationToken,
-) -> Result<LoadResources, LoadFailed> {
-    let fetch_len = usize::try_from(plan.fetch_len_max).unwrap_or(usize::MAX);
-    let mut decoders = Vec::new();
-    for _ in 0..plan.threads {
-        decoders.push(Decoder::new()?);
-    }
-    Ok(LoadResources {
-        store,
-        runtime: session.runtime.clone(),
-        decoders,
-        fetch_buffers: BufferPool::new(plan.fetch_buffers, fetch_len, None)?,
-        meter: Arc::clone(&session.meter),
-        cancel,
-    })
-}
-
-/// Why there is nothing to print.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct NoSuchExtent(String);
-
-fn choose_extent(
-    image: &Image,
-    gpu: Option<GpuUuid>,
-) -> Result<(&ExtentRecord, &FrameTable), NoSuchExtent> {
-    let mut extents = image.manifest.extents().zip(image.tables.iter().flatten());
-    let names = || list(image.manifest.extents().map(|extent| extent.device.clone()));
-    match gpu {
-        Some(gpu) => {
-            let found = extents.find(|(extent, _)| extent.device == gpu.to_string());
-            found.ok_or_else(|| {
-                NoSuchExtent(format!(
-                    "{gpu} holds no data in image {:08} (--gpu); it has {}",
-                    image.generation,
-                    names()
-                ))
-            })
-        }
-        None => match (extents.next(), extents.next()) {
-            (Some(only), None) => Ok(only),
-            (None, _) => Err(NoSuchExtent(format!(
-                "image {:08} holds no data",
-                image.generation
-            ))),
-            _ => Err(NoSuchExtent(format!(
-                "image {:08} has several GPUs; choose one with --gpu: {}",
-                image.generation,
-                names()
-            ))),
-        },
-    }
-}
-
-/// Why an extent was not printed to its end.
-#[derive(Debug, thiserror::Error)]
-enum CatFailed {
-    #[error("the image cannot be read")]
-    Load(#[from] LoadFailed),
-    #[error("cannot write the extent")]
-    Write(#[from] std::io::Error),
-}
-
-impl From<PipelineError> for CatFailed {
-    fn from(error: PipelineError) -> Self {
-        Self::Load(error.into())
-    }
-}
-
-/// Ranges ahead of the one that is being written.
-const CAT_READ_AHEAD: usize = 4;
-/// Bytes per range, at least one frame.
-const CAT_FETCH_LEN: u64 = 16 << 20;
-
-fn cat_extent(
-    session: &Session,
-    extent: &ExtentRecord,
-    table: &FrameTable,
-    out: &mut dyn Write,
-) -> Result<(), CatFailed> {
-    let key = Key::of_job(&session.config.job, &extent.object.key).map_err(LoadFailed::from)?;
-    let frames: Vec<_> = table.entries().collect();
-    let lens: Vec<u32> = frames.iter().map(|frame| frame.stored_len).collect();
-    let groups = fetch_groups(&lens, CAT_FETCH_LEN.max(u64::from(table.frame_len_max())));
-    let (store, cat_key) = (&session.store, &key);
-    let fetch = |group: FetchGroup| async move {
-        let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
-        let mut bytes = vec![0; len];
-        store
-            .get_range(cat_key, group.bytes.clone(), None, &mut bytes)
-            .await?;
-        Ok::<_, PipelineError>((group, bytes))
-    };
-    let mut fetched = Box::pin(
-        futures::stream::iter(groups)
-            .map(fetch)
-            .buffered(CAT_READ_AHEAD),
-    );
-    let mut decoder = Decoder::new().map_err(LoadFailed::from)?;
-    let mut chunk = vec![0; usize::try_from(extent.chunk_len).unwrap_or(usize::MAX)];
-    while let Some(next) = session.wait(fetched.next()) {
-        let (group, bytes) = next?;
-        let mut rest = bytes.as_slice();
-        for frame in &frames[group.frames] {
-            let (stored, behind) = rest.split_at(frame.stored_len as usize);
-            rest = behind;
-            let raw = &mut chunk[..frame.raw_len as usize];
-            decoder
-                .decode(stored, frame.digest, raw)
-                .map_err(|source| PipelineError::Frame {
-                    key: key.to_string(),
-                    chunk: frame.index,
-                    source,
-                })?;
-            out.write_all(raw)?;
-        }
-    }
-    out.flush()?;
-    Ok(())
 }

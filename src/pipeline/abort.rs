@@ -88,7 +88,7 @@ impl Abort {
 }
 
 /// What a panic said.
-pub(super) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic
         .downcast_ref::<&str>()
         .copied()

@@ -18,6 +18,7 @@ mod pack;
 mod save;
 mod transfer;
 
+pub(crate) use abort::panic_message;
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
 pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
 

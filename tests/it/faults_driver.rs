@@ -784,6 +784,15 @@ fn a_target_that_is_suspended_already_is_somebodys() {
     );
     let run = saver.cli.run(&format!("restore --pid {}", running.pid()));
     assert_failed("restore, another", &run, 20, "read", &["--into-fresh"]);
+    let fresh = scene.fresh();
+    let run = saver.cli.run(&format!("restore --pid {}", fresh.pid()));
+    assert_failed(
+        "restore, unasked",
+        &run,
+        20,
+        "read",
+        &["is another one", "--into-fresh"],
+    );
     assert_eq!(saver.calls("cuCheckpointProcessRestore"), 0);
     scene.must_compute_on(&mut running);
 }

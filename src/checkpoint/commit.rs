@@ -1,0 +1,192 @@
+//! The commit: frame tables, then the manifest, then the one entry in the job's log that makes the image.
+//!
+//! In: lanes that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`CommitError::Fenced`]); an answer that never
+//! comes ([`CommitError::Unreachable`]: unknown). Before the entry stands, the image does not exist, whatever lies under its prefix.
+
+use super::attempt::{Attempt, host_name, now_ms, tool};
+use crate::config::JobName;
+use crate::driver::{Device, Driver};
+use crate::error::ExitCode;
+use crate::image::Image;
+use crate::job_log::{CommitError, ImageEntry, append_image};
+use crate::manifest::{
+    Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host, ImageKind,
+    Manifest, ManifestError, ObjectRecord, ProcessRecord, digest_of, manifest_key,
+};
+use crate::pipeline::SavedLane;
+use crate::session::Session;
+use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
+use crate::target::Target;
+
+/// Why a landed save was not committed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CommitFailed {
+    #[error("the frame tables or the manifest were not stored")]
+    Store(#[from] StoreError),
+    #[error("{key} exists already, with other bytes")]
+    Taken { key: String },
+    #[error("a key of this save is not legal")]
+    Key(#[from] BadKey),
+    #[error("the manifest that we wrote does not verify; this is a defect of ckptstream")]
+    Manifest(#[from] ManifestError),
+    #[error("the image was not entered into the job's log")]
+    Log(#[source] Box<CommitError>),
+}
+
+impl CommitFailed {
+    pub(super) fn code(&self) -> ExitCode {
+        let Self::Log(error) = self else {
+            return ExitCode::Lost;
+        };
+        match **error {
+            CommitError::Fenced { .. } => ExitCode::Fenced,
+            CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
+            _ => ExitCode::Lost,
+        }
+    }
+}
+
+/// Frame tables, then the manifest, then the one entry that makes the image.
+pub(super) fn commit(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    attempt: &Attempt,
+    lanes: Vec<SavedLane>,
+    etags: Vec<Option<String>>,
+) -> Result<Image, CommitFailed> {
+    let job = &session.config.job;
+    let store = &*session.store_after_begin;
+    let mut tables = Vec::with_capacity(lanes.len());
+    let mut extents = Vec::with_capacity(lanes.len());
+    let mut to_put = Vec::with_capacity(lanes.len() + 1);
+    for lane in lanes {
+        let device = attempt
+            .uploads
+            .iter()
+            .find(|open| open.key == lane.key)
+            .map(|open| &driver.devices()[open.device]);
+        let Some(device) = device else {
+            unreachable!("every lane was made from an open upload")
+        };
+        let object_key = relative_key(job, &lane.key);
+        let table_key = format!("{}.frames.json", object_key.trim_end_matches(".zst"));
+        let encoded = lane.table.encode();
+        extents.push(ExtentRecord {
+            device: device.uuid.to_string(),
+            raw_len: lane.table.raw_len,
+            chunk_len: lane.table.chunk_len,
+            object: ObjectRecord {
+                key: object_key,
+                len: lane.len,
+                crc64: lane.crc64,
+            },
+            table: FrameTable::record(&encoded, table_key.clone()),
+        });
+        to_put.push((Key::of_job(job, &table_key)?, encoded));
+        tables.push(lane.table);
+    }
+    let manifest = manifest(session, driver, target, attempt, extents);
+    let encoded = manifest.encode();
+    let manifest_digest = digest_of(&encoded);
+    let manifest_len = encoded.len();
+    // What does not verify must not be committed: the reader is our own, asked beforehand.
+    Manifest::decode_and_verify(&encoded, job.as_str(), &attempt.nonce)?;
+    let manifest_key = manifest_key(&attempt.nonce);
+    let (raw_len, stored_len) = (manifest.raw_len(), manifest.stored_len());
+
+    session.wait(async {
+        let puts = to_put
+            .into_iter()
+            .map(|(key, bytes)| put_new(store, key, bytes));
+        futures::future::try_join_all(puts).await?;
+        put_new(store, Key::of_job(job, &manifest_key)?, encoded).await?;
+        let entry = ImageEntry {
+            writer: attempt.nonce.clone(),
+            manifest_len: manifest_len as u64,
+            attempt: attempt.nonce.clone(),
+            manifest_key,
+            manifest_digest,
+            kind: manifest.kind,
+            raw_len,
+            stored_len,
+            created_ms: manifest.created_ms,
+            tool: tool(),
+        };
+        let generation = append_image(store, job, attempt.next_slot, &entry)
+            .await
+            .map_err(|error| CommitFailed::Log(Box::new(error)))?;
+        Ok(Image {
+            generation,
+            attempt: attempt.nonce.clone(),
+            manifest_digest,
+            manifest,
+            tables: vec![tables],
+            etags,
+        })
+    })
+}
+
+async fn put_new(store: &dyn Store, key: Key, bytes: Vec<u8>) -> Result<(), CommitFailed> {
+    match store.put_if_absent(&key, bytes.into()).await? {
+        PutOutcome::Created => Ok(()),
+        PutOutcome::AlreadyExists => Err(CommitFailed::Taken {
+            key: key.to_string(),
+        }),
+    }
+}
+
+fn manifest(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    attempt: &Attempt,
+    extents: Vec<ExtentRecord>,
+) -> Manifest {
+    Manifest {
+        format: FORMAT,
+        features: Vec::new(),
+        tool: tool(),
+        job: session.config.job.to_string(),
+        kind: ImageKind::Gpu,
+        attempt: attempt.nonce.clone(),
+        created_ms: now_ms(),
+        capture: Capture {
+            mode: CaptureMode::CustomStorage,
+            driver_version: driver.driver_version().map(str::to_owned),
+            driver_api: driver.api_version(),
+        },
+        host: Host {
+            name: host_name(),
+            boot_id: target.boot_id.clone(),
+        },
+        processes: vec![ProcessRecord {
+            pid: target.pid,
+            start_time: target.start_time,
+            ns_pids: target.ns_pids.clone(),
+            name: target.name.clone(),
+            devices: driver.devices().iter().map(device_record).collect(),
+            extents,
+        }],
+    }
+}
+
+fn device_record(device: &Device) -> DeviceRecord {
+    DeviceRecord {
+        uuid: device.uuid.to_string(),
+        name: device.name.clone(),
+        chip: device.chip.clone(),
+        memory_len: device.memory_len,
+        pci: device.pci.clone(),
+        ordinal: device.ordinal,
+    }
+}
+
+/// The key as the manifest has it: relative to the job.
+fn relative_key(job: &JobName, key: &Key) -> String {
+    key.as_str()
+        .strip_prefix(job.as_str())
+        .unwrap_or(key.as_str())
+        .trim_start_matches('/')
+        .to_owned()
+}

@@ -1,0 +1,138 @@
+//! The memory of a save: planned, allocated, pinned and touched before the target is locked, dealt out to the GPUs that hold data after.
+//!
+//! In: the settings and every GPU's total memory (the worst case). Out: the pipeline's lanes and resources. What can fail: a plan that does not fit, memory that is not
+//! to be had; never after BEGIN.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use super::attempt::Attempt;
+use crate::codec::Encoder;
+use crate::driver::{BufferPool, CheckpointingProcess, CopyQueue, Driver};
+use crate::error::{Failure, Phase};
+use crate::pipeline::{SaveLane, SaveResources};
+use crate::plan::{SavePlan, SaveSettings, plan_save};
+use crate::progress::LaneMeter;
+use crate::restore::plan_code;
+use crate::session::Session;
+
+/// Plans a save of whatever these GPUs may hold.
+///
+/// # Errors
+/// Exit 2 or 3, see [`plan_code`].
+pub(super) fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failure> {
+    let pipeline = &session.config.pipeline;
+    let settings = SaveSettings {
+        part_size: session.config.store.part_size,
+        chunk_size: pipeline.chunk_size,
+        memory_budget: pipeline.memory_budget,
+        budget_is_set: pipeline.memory_budget_is_set,
+        threads: pipeline.threads,
+        parallelism: session.config.store.parallelism,
+        context_bytes: session.config.compression.level.context_bytes(),
+    };
+    let gpu_memory: Vec<u64> = driver
+        .devices()
+        .iter()
+        .map(|device| device.memory_len)
+        .collect();
+    plan_save(&gpu_memory, &settings)
+        .map_err(|error| Failure::new(plan_code(&error), Phase::Prepare, error))
+}
+
+/// Every byte that the pipeline will need, in hand before the target is locked.
+pub(super) struct Memory {
+    plan: SavePlan,
+    rings: Vec<BufferPool>,
+    queues: Vec<CopyQueue>,
+    encoders: Vec<Encoder>,
+    frame_buffers: BufferPool,
+    part_buffers: BufferPool,
+}
+
+impl Memory {
+    pub(super) fn allocate(
+        session: &Session,
+        driver: &Arc<Driver>,
+        plan: SavePlan,
+    ) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let mut rings = Vec::new();
+        let mut queues = Vec::new();
+        for device in 0..driver.devices().len() {
+            session.check_cancelled()?;
+            rings.push(BufferPool::new(
+                plan.ring_chunks,
+                len(plan.chunk_len),
+                Some(driver),
+            )?);
+            queues.push(CopyQueue::prepare(driver, device, plan.ring_chunks)?);
+        }
+        let mut encoders = Vec::new();
+        for _ in 0..plan.threads {
+            let mut encoder = Encoder::new(session.config.compression.level)?;
+            encoder.warm_up(len(plan.chunk_len))?;
+            encoders.push(encoder);
+        }
+        let frame_buffers = BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?;
+        let part_buffers = BufferPool::new(plan.part_buffers, len(plan.part_len), None)?;
+        Ok(Self {
+            plan,
+            rings,
+            queues,
+            encoders,
+            frame_buffers,
+            part_buffers,
+        })
+    }
+
+    /// Bytes of host memory that are planned.
+    pub(super) fn planned(&self) -> u64 {
+        self.plan.total_bytes
+    }
+
+    /// Deals the buffers out to the GPUs that hold data.
+    pub(super) fn into_pipeline(
+        self,
+        session: &Session,
+        begun: &CheckpointingProcess,
+        attempt: &Attempt,
+    ) -> (Vec<SaveLane>, SaveResources) {
+        let mut per_device: Vec<Option<(BufferPool, CopyQueue)>> =
+            self.rings.into_iter().zip(self.queues).map(Some).collect();
+        let mut lanes = Vec::new();
+        for extent in begun.extents() {
+            let taken = per_device.get_mut(extent.device).and_then(Option::take);
+            let open = attempt
+                .uploads
+                .iter()
+                .find(|open| open.device == extent.device);
+            let (Some((ring, queue)), Some(open)) = (taken, open) else {
+                unreachable!("the driver layer gives at most one extent for each of its devices");
+            };
+            let meter = LaneMeter::new(format!("GPU {}", extent.device), extent.len);
+            lanes.push(SaveLane {
+                queue,
+                extent: *extent,
+                ring,
+                key: open.key.clone(),
+                upload: open.upload.clone(),
+                meter,
+            });
+        }
+        session
+            .meter
+            .announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
+        let resources = SaveResources {
+            store: Arc::clone(&session.store_after_begin),
+            runtime: session.runtime.clone(),
+            encoders: self.encoders,
+            chunk_len: self.plan.chunk_len,
+            frame_buffers: self.frame_buffers,
+            part_buffers: self.part_buffers,
+            parallelism: session.config.store.parallelism as usize,
+            meter: Arc::clone(&session.meter),
+        };
+        (lanes, resources)
+    }
+}

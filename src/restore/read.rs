@@ -1,0 +1,382 @@
+//! An image read without a GPU: verified whole, or printed; and what a restore needs of the same.
+//!
+//! In: an image of the job. Out: the certainty that every chunk is what was saved, or its raw bytes in order. What can fail: there is no image (6), the store cannot be
+//! reached (3), a byte is not what was saved (20). Nothing is changed anywhere.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use futures::StreamExt;
+use tokio_util::sync::CancellationToken;
+
+use crate::codec::Decoder;
+use crate::driver::{BufferPool, Driver, DriverError, GpuUuid};
+use crate::error::{ExitCode, Failure, Phase, TargetState};
+use crate::image::{Image, ImageError, ImageRef};
+use crate::manifest::{ExtentRecord, FrameTable};
+use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
+use crate::phases::PhaseClock;
+use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
+use crate::plan::{self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_groups, plan_load};
+use crate::progress::LaneMeter;
+use crate::session::{Interrupted, Session};
+use crate::store::{Key, Store};
+
+/// Reads every chunk of an image and compares its digest. Needs no GPU.
+///
+/// # Errors
+/// Exit 6 without an image, 3 when the store cannot be reached, 20 when a byte is not what was saved.
+pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
+    let clock = PhaseClock::start(&session.meter, Phase::Read);
+    let image = open_image(session, image).map_err(reads_only)?;
+    let loaded = load_nowhere(session, &image)
+        .map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
+    Ok(Outcome {
+        stages: loaded.stages,
+        slowest_stage: loaded.slowest_stage,
+        memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
+        ..outcome_of(session, &image, Vec::new(), clock.finish())
+    })
+}
+
+/// Writes the raw extent of one GPU, verified chunk by chunk, in order. `gpu` may be left out when the image has one extent. Needs no GPU.
+///
+/// # Errors
+/// As [`verify`]; exit 2 when the GPU is none of the image's. What was written before the error is right as far as it goes.
+pub fn cat(
+    session: &Session,
+    image: ImageRef,
+    gpu: Option<GpuUuid>,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
+    let clock = PhaseClock::start(&session.meter, Phase::Read);
+    let image = open_image(session, image).map_err(reads_only)?;
+    let extent = choose_extent(&image, gpu)
+        .map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
+    cat_extent(session, &extent, out)
+        .map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
+    Ok(outcome_of(session, &image, Vec::new(), clock.finish()))
+}
+
+/// The exit code of a plan that cannot be: a part size that cannot hold the memory is refused (3), the rest is configuration (2).
+pub(crate) fn plan_code(error: &PlanError) -> ExitCode {
+    match error {
+        PlanError::PartSizeTooSmall { .. } => ExitCode::Preflight,
+        _ => ExitCode::Config,
+    }
+}
+
+/// What a run over this image tells, before stages and times of its own are filled in.
+pub(crate) fn outcome_of(
+    session: &Session,
+    image: &Image,
+    targets: Vec<TargetState>,
+    seconds: Vec<PhaseSeconds>,
+) -> Outcome {
+    let lanes = image.manifest.extents().map(|extent| LaneOutcome {
+        device: extent.device.clone(),
+        raw: extent.raw_len,
+        stored: extent.object.len,
+    });
+    Outcome {
+        job: session.config.job.to_string(),
+        generation: image.generation,
+        image: format!("{:08}", image.generation),
+        attempt: image.attempt.clone(),
+        targets,
+        bytes: Bytes {
+            raw: image.manifest.raw_len(),
+            stored: image.manifest.stored_len(),
+        },
+        seconds,
+        seconds_locked: 0.0,
+        lanes: lanes.collect(),
+        stages: Vec::new(),
+        slowest_stage: None,
+        retries: session.meter.view().retries,
+        memory_planned: 0,
+    }
+}
+
+pub(super) fn open_image(session: &Session, which: ImageRef) -> Result<Image, Failure> {
+    let opened = session.wait(Image::open(&*session.store, &session.config.job, which));
+    let (image, skipped) = opened.map_err(|error| {
+        let code = if matches!(error, ImageError::NoImage { .. }) {
+            ExitCode::NothingToRestore
+        } else {
+            ExitCode::RestoreRefused
+        };
+        Failure::new(code, Phase::Read, error)
+    })?;
+    for skip in skipped {
+        tracing::warn!("skipped image {skip}");
+    }
+    Ok(image)
+}
+
+/// A command that only reads answers 3, not 20, when the store cannot be reached.
+pub(super) fn reads_only(failure: Failure) -> Failure {
+    let unreachable = failure
+        .cause
+        .downcast_ref::<ImageError>()
+        .is_some_and(|error| matches!(error, ImageError::Unreachable { .. }));
+    if unreachable {
+        Failure {
+            code: ExitCode::Preflight,
+            ..failure
+        }
+    } else {
+        failure
+    }
+}
+
+/// Why an image could not be read through.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LoadFailed {
+    #[error("the image does not verify")]
+    Pipeline(#[from] PipelineError),
+    #[error("the image cannot be read within the memory budget")]
+    Plan(#[from] PlanError),
+    #[error("host memory for the transfer is not to be had")]
+    Memory(#[from] DriverError),
+    #[error("libzstd cannot be set up")]
+    Decoder(#[from] crate::codec::DecoderError),
+    #[error("a key of the image is not legal")]
+    Key(#[from] crate::store::BadKey),
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
+}
+
+impl LoadFailed {
+    /// What a command that only reads answers: 20 when the image is damaged, 2 when the budget is too small, 3 when something else is in the way.
+    fn code(&self) -> ExitCode {
+        match self {
+            Self::Pipeline(PipelineError::Frame { .. }) => ExitCode::RestoreRefused,
+            Self::Pipeline(PipelineError::Store(error)) if error.is_about_the_object() => {
+                ExitCode::RestoreRefused
+            }
+            Self::Plan(error) => plan_code(error),
+            _ => ExitCode::Preflight,
+        }
+    }
+}
+
+/// Reads and verifies every chunk, and keeps none.
+pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, LoadFailed> {
+    let plan = load_plan(session, image)?;
+    let lanes = lanes(session, image, &plan, None)?;
+    let resources = resources(
+        session,
+        &plan,
+        Arc::clone(&session.store),
+        session.cancel.clone(),
+    )?;
+    match pipeline::load(&lanes, resources, Destination::Nowhere) {
+        Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => Err(Interrupted.into()),
+        outcome => Ok(outcome?),
+    }
+}
+
+pub(super) fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, PlanError> {
+    let shapes: Vec<plan::LoadLane> = image
+        .manifest
+        .extents()
+        .zip(image.tables.iter().flatten())
+        .map(|(extent, table)| plan::LoadLane {
+            raw_len: extent.raw_len,
+            chunk_len: extent.chunk_len,
+            frame_len_max: table.frame_len_max(),
+        })
+        .collect();
+    plan_load(&shapes, &load_settings(session))
+}
+
+fn load_settings(session: &Session) -> LoadSettings {
+    let pipeline = &session.config.pipeline;
+    LoadSettings {
+        memory_budget: pipeline.memory_budget,
+        budget_is_set: pipeline.memory_budget_is_set,
+        threads: pipeline.threads,
+        parallelism: session.config.store.parallelism,
+    }
+}
+
+pub(super) fn lanes(
+    session: &Session,
+    image: &Image,
+    plan: &LoadPlan,
+    driver: Option<&Arc<Driver>>,
+) -> Result<Vec<LoadLane>, LoadFailed> {
+    let mut lanes = Vec::new();
+    let tables = image.tables.iter().flatten();
+    let stored = image.manifest.extents().zip(tables).zip(&image.etags);
+    for (index, ((extent, table), etag)) in stored.enumerate() {
+        let chunk_len = usize::try_from(extent.chunk_len).unwrap_or(usize::MAX);
+        lanes.push(LoadLane {
+            key: Key::of_job(&session.config.job, &extent.object.key)?,
+            etag: etag.clone(),
+            frames: table.entries().collect(),
+            raw_len: extent.raw_len,
+            chunk_len: extent.chunk_len,
+            ring: BufferPool::new(plan.ring_chunks, chunk_len, driver)?,
+            meter: LaneMeter::new(format!("GPU {index}"), extent.raw_len),
+        });
+    }
+    session
+        .meter
+        .announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
+    Ok(lanes)
+}
+
+pub(super) fn resources(
+    session: &Session,
+    plan: &LoadPlan,
+    store: Arc<dyn Store>,
+    cancel: CancellationToken,
+) -> Result<LoadResources, LoadFailed> {
+    let fetch_len = usize::try_from(plan.fetch_len_max).unwrap_or(usize::MAX);
+    let mut decoders = Vec::new();
+    for _ in 0..plan.threads {
+        decoders.push(Decoder::new()?);
+    }
+    Ok(LoadResources {
+        store,
+        runtime: session.runtime.clone(),
+        decoders,
+        fetch_buffers: BufferPool::new(plan.fetch_buffers, fetch_len, None)?,
+        meter: Arc::clone(&session.meter),
+        cancel,
+    })
+}
+
+/// One extent of an image, with what reading it takes.
+struct StoredExtent<'a> {
+    record: &'a ExtentRecord,
+    table: &'a FrameTable,
+    etag: Option<&'a str>,
+}
+
+/// Why there is nothing to print.
+#[derive(Debug, thiserror::Error)]
+enum NoSuchExtent {
+    #[error("{gpu} holds no data in image {generation:08} (--gpu); it has {there}")]
+    OtherGpu {
+        gpu: GpuUuid,
+        generation: u64,
+        there: String,
+    },
+    #[error("image {generation:08} holds no data")]
+    NoData { generation: u64 },
+    #[error("image {generation:08} has several GPUs; choose one with --gpu: {there}")]
+    Several { generation: u64, there: String },
+}
+
+fn choose_extent(image: &Image, gpu: Option<GpuUuid>) -> Result<StoredExtent<'_>, NoSuchExtent> {
+    let generation = image.generation;
+    let tables = image.tables.iter().flatten();
+    let all = image.manifest.extents().zip(tables).zip(&image.etags);
+    let mut extents = all.map(|((record, table), etag)| StoredExtent {
+        record,
+        table,
+        etag: etag.as_deref(),
+    });
+    let there = || {
+        let names: Vec<&str> = image
+            .manifest
+            .extents()
+            .map(|extent| extent.device.as_str())
+            .collect();
+        names.join(", ")
+    };
+    let Some(gpu) = gpu else {
+        return match (extents.next(), extents.next()) {
+            (Some(only), None) => Ok(only),
+            (None, _) => Err(NoSuchExtent::NoData { generation }),
+            _ => Err(NoSuchExtent::Several {
+                generation,
+                there: there(),
+            }),
+        };
+    };
+    let found = extents.find(|extent| extent.record.device == gpu.to_string());
+    found.ok_or_else(|| NoSuchExtent::OtherGpu {
+        gpu,
+        generation,
+        there: there(),
+    })
+}
+
+/// Why an extent was not printed to its end.
+#[derive(Debug, thiserror::Error)]
+enum CatFailed {
+    #[error("the image cannot be read")]
+    Load(#[from] LoadFailed),
+    #[error("cannot write the extent")]
+    Write(#[from] std::io::Error),
+}
+
+impl CatFailed {
+    fn code(&self) -> ExitCode {
+        match self {
+            Self::Load(error) => error.code(),
+            Self::Write(_) => ExitCode::Preflight,
+        }
+    }
+}
+
+impl From<PipelineError> for CatFailed {
+    fn from(error: PipelineError) -> Self {
+        Self::Load(error.into())
+    }
+}
+
+/// Most ranges ahead of the one that is being written.
+const CAT_READ_AHEAD: usize = 4;
+
+fn cat_extent(
+    session: &Session,
+    extent: &StoredExtent<'_>,
+    out: &mut dyn Write,
+) -> Result<(), CatFailed> {
+    let record = extent.record;
+    let key = &Key::of_job(&session.config.job, &record.object.key).map_err(LoadFailed::from)?;
+    let shape = plan::LoadLane {
+        raw_len: record.raw_len,
+        chunk_len: record.chunk_len,
+        frame_len_max: extent.table.frame_len_max(),
+    };
+    let plan = plan_load(&[shape], &load_settings(session)).map_err(LoadFailed::from)?;
+    let frames: Vec<_> = extent.table.entries().collect();
+    let groups = fetch_groups(&extent.table.stored, plan.fetch_len_max);
+    let fetch = |group: FetchGroup| async move {
+        let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
+        let mut bytes = vec![0; len];
+        let range = group.bytes.clone();
+        let read = session.store.get_range(key, range, extent.etag, &mut bytes);
+        read.await?;
+        Ok::<_, PipelineError>((group, bytes))
+    };
+    let ahead = plan.fetch_buffers.clamp(1, CAT_READ_AHEAD);
+    let mut fetched = Box::pin(futures::stream::iter(groups).map(fetch).buffered(ahead));
+    let mut decoder = Decoder::new().map_err(LoadFailed::from)?;
+    let mut chunk = vec![0; usize::try_from(record.chunk_len).unwrap_or(usize::MAX)];
+    while let Some(next) = session.wait(fetched.next()) {
+        let (group, bytes) = next?;
+        let mut rest = bytes.as_slice();
+        for frame in &frames[group.frames] {
+            let (stored, behind) = rest.split_at(frame.stored_len as usize);
+            rest = behind;
+            let raw = &mut chunk[..frame.raw_len as usize];
+            decoder
+                .decode(stored, frame.digest, raw)
+                .map_err(|source| PipelineError::Frame {
+                    key: key.to_string(),
+                    chunk: frame.index,
+                    source,
+                })?;
+            out.write_all(raw)?;
+        }
+    }
+    out.flush()?;
+    Ok(())
+}
