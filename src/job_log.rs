@@ -430,7 +430,7 @@ pub async fn append_image(
     from_slot: u64,
     image: &ImageEntry,
 ) -> Result<u64, CommitError> {
-    let body = encode_image(job, image)?;
+    let body = encode_image(image).map_err(|why| unfit(job, &why))?;
     let mut generation = from_slot;
     loop {
         let failed = |source: StoreError| {
@@ -485,17 +485,16 @@ fn unfit(job: &JobName, why: &dyn fmt::Display) -> CommitError {
     }
 }
 
-/// The bytes of an image's entry, if it is fit to be read again.
-fn encode_image(job: &JobName, image: &ImageEntry) -> Result<Bytes, CommitError> {
+/// The bytes of an image's entry, or why nobody could read it.
+fn encode_image(image: &ImageEntry) -> Result<Bytes, String> {
     if let Some(flaw) = image.flaw() {
-        return Err(unfit(job, &flaw));
+        return Err(flaw);
     }
     let body = Entry::Image(image.clone())
         .encode()
-        .map_err(|error| unfit(job, &error))?;
+        .map_err(|error| error.to_string())?;
     if body.len() > ENTRY_LEN_MAX {
-        let why = format!("{} bytes, at most {ENTRY_LEN_MAX}", body.len());
-        return Err(unfit(job, &why));
+        return Err(format!("{} bytes, at most {ENTRY_LEN_MAX}", body.len()));
     }
     Ok(body)
 }

@@ -11,12 +11,17 @@ pub mod s3;
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use tokio_util::sync::CancellationToken;
 
-use crate::config::JobName;
+use self::retry::{RetryPolicy, Retrying};
+use self::s3::S3Store;
+use crate::config::{JobName, StoreConfig};
+use crate::progress::Meter;
 
 /// Least length of every part but the last, in bytes. S3 refuses to complete an upload with a shorter one.
 pub const PART_LEN_MIN: u64 = 5 * 1024 * 1024;
@@ -319,6 +324,20 @@ impl StoreError {
                 | StoreError::Cancelled { .. }
         )
     }
+}
+
+/// The configured store behind its retries. `cancel` ends its calls, `meter` counts what is tried again.
+///
+/// # Errors
+/// Those of [`S3Store::connect`]; no request is made to the store itself.
+pub async fn open(
+    config: &StoreConfig,
+    cancel: CancellationToken,
+    meter: Arc<Meter>,
+) -> Result<Retrying<S3Store>, StoreError> {
+    let inner = Arc::new(S3Store::connect(config).await?);
+    let policy = RetryPolicy::new(config.retry_timeout);
+    Ok(Retrying::new(inner, policy, cancel, meter))
 }
 
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not

@@ -105,6 +105,17 @@ impl<S: Store + ?Sized> Retrying<S> {
         self.deadline.send_replace(Some(deadline));
     }
 
+    /// The same store, as patient and with the same deadline so far, whose calls another token ends.
+    pub fn with_cancel(&self, cancel: CancellationToken) -> Self {
+        Self {
+            policy: self.policy,
+            deadline: watch::Sender::new(*self.deadline.borrow()),
+            cancel,
+            meter: Arc::clone(&self.meter),
+            inner: Arc::clone(&self.inner),
+        }
+    }
+
     fn attempts<'a>(&'a self, operation: &'static str, key: &'a str) -> Attempts<'a> {
         Attempts {
             policy: &self.policy,
@@ -878,6 +889,20 @@ mod tests {
             assert!(matches!(error, StoreError::Cancelled { .. }), "{error:?}");
             assert_eq!(inner.calls("head"), 1);
         }
+    }
+
+    #[tokio::test]
+    async fn another_token_is_not_ended_by_the_first() {
+        let (store, _) = patient(Faulty::new());
+        let other = store.with_cancel(CancellationToken::new());
+        store.cancel.cancel();
+        assert!(store.head(&key()).await.is_err());
+        assert_eq!(other.head(&key()).await.unwrap(), None);
+        // A deadline that is set beforehand holds for both.
+        store.set_deadline(Instant::now());
+        let late = store.with_cancel(CancellationToken::new());
+        assert!(late.head(&key()).await.is_err());
+        assert!(other.head(&key()).await.is_ok());
     }
 
     #[test]
