@@ -30,8 +30,7 @@ use crate::outcome::Outcome;
 use crate::progress::Meter;
 use crate::restore;
 use crate::session::Session;
-use crate::store::retry::{RetryPolicy, Retrying};
-use crate::store::s3::S3Store;
+use crate::store;
 
 use args::{Args, Command, ProgressChoice, ThenChoice};
 use console::Console;
@@ -265,16 +264,11 @@ impl Run<'_> {
 
     fn list(&self, store: &StoreConfig, job: Option<&JobName>) -> Result<Done, Failure> {
         Ground::stand(self.args.command.signal_effect(), |ground| {
-            let connected = ground.runtime.block_on(S3Store::connect(store));
-            let connected = connected
-                .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
-            let policy = RetryPolicy::new(store.retry_timeout);
-            let store = Retrying::new(
-                Arc::new(connected),
-                policy,
-                ground.cancel.clone(),
-                ground.meter.clone(),
-            );
+            let (cancel, meter) = (ground.cancel.clone(), ground.meter.clone());
+            let store = ground
+                .runtime
+                .block_on(store::open(store, cancel, meter))
+                .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
             ground.runtime.block_on(images::list(&store, job))
         })
     }
