@@ -9,12 +9,14 @@ GPU_COUNT=2
 GPU_MIB=512
 STEP_COUNT=12
 SAVE_AFTER_STEP=4
+# How long the demo may take once everything is built, in seconds.
+SECONDS_MAX=60
 # Emulated nodes are told apart by number. The job's GPUs are those of the first; the second has others.
 NODE=$$
 OTHER_NODE=$(($$ + 10000000))
 
 need_build_tools
-say "building (a first build takes minutes; the demo itself less than one)"
+say "building (a first build takes minutes; the demo itself less than $SECONDS_MAX s)"
 build_all
 CKPTSTREAM=$(binary ckptstream)
 TESTKIT=$(binary testkit)
@@ -37,25 +39,13 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# The server's credentials, and nothing of the user's own that could lead elsewhere.
-unset AWS_PROFILE AWS_SESSION_TOKEN CKPTSTREAM_CONFIG
-export AWS_ACCESS_KEY_ID=test AWS_SECRET_ACCESS_KEY=testtest AWS_REGION=us-east-1 AWS_EC2_METADATA_DISABLED=true
-export NO_PROXY=127.0.0.1 no_proxy=127.0.0.1
+use_test_store
 
 # on_node NODE COMMAND...: runs the command (by exec, if called in the background) as if on that emulated node.
 on_node() {
     local node=$1
     shift
     EMULATED_CUDA="gpus=$GPU_COUNT;memory=1GiB;node=$node" exec scripts/with-emulated-driver.sh "$@"
-}
-
-# start LOG COMMAND...: in the background, output to $DIR/LOG, pid to $STARTED; ended with the script.
-start() {
-    local log=$DIR/$1
-    shift
-    "$@" >"$log" 2>&1 </dev/null &
-    STARTED=$!
-    STARTED_PIDS+=("$STARTED")
 }
 
 # start_job LOG FLAG...: the training job on the first node.
@@ -170,5 +160,10 @@ say "6. The same again on a node with other GPUs: each stored GPU is mapped to o
 restored moved.log "$OTHER_NODE"
 
 say ""
-say "demo: OK in $(seconds_since "$DEMO_STARTED_MS") s: $((GPU_COUNT * GPU_MIB)) MiB on $GPU_COUNT emulated GPUs saved in $OUT_SECONDS s," \
+DEMO_SECONDS=$(seconds_since "$DEMO_STARTED_MS")
+say "demo: OK in $DEMO_SECONDS s: $((GPU_COUNT * GPU_MIB)) MiB on $GPU_COUNT emulated GPUs saved in $OUT_SECONDS s," \
     "restored in $FIRST_BACK_SECONDS s and, on other GPUs, in $BACK_SECONDS s; $DIGEST_COUNT of $DIGEST_COUNT digests equal, twice"
+# No failure: a busy machine makes it slow, and says nothing about ckptstream.
+if [ "${DEMO_SECONDS%.*}" -ge "$SECONDS_MAX" ]; then
+    say "demo: WARNING: it took $DEMO_SECONDS s, and less than $SECONDS_MAX s is the limit; is this machine busy?" >&2
+fi

@@ -5,7 +5,8 @@
 # With a newer driver step 1 is the whole road instead: checkpoint, kill, restore into a fresh process.
 #
 # usage: gpu-check.sh [BYTES]     how much GPU memory step 2 moves, 16GiB if not said
-# Uses the release build if there is one (the GPU machine may have no Rust), else makes it. BIN_DIR names another folder with the programs.
+# Uses the release build if there is one (the GPU machine may have no Rust), else makes it. BIN_DIR names another folder with the programs,
+# COMMIT the commit that they were built from, for a machine that has no repository.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -20,18 +21,10 @@ TESTKIT=$BIN_DIR/testkit
 COPY_PATH=$BIN_DIR/examples/copy_path
 DIR=$(mktemp -d)
 trap 'end_started; rm -rf "$DIR"' EXIT
-export AWS_ACCESS_KEY_ID=test AWS_SECRET_ACCESS_KEY=testtest AWS_REGION=us-east-1 AWS_EC2_METADATA_DISABLED=true
-
-start() {
-    local log=$DIR/$1
-    shift
-    "$@" >"$log" 2>&1 </dev/null &
-    STARTED=$!
-    STARTED_PIDS+=("$STARTED")
-}
+use_test_store
 
 say "date: $(date -u +%Y-%m-%dT%H:%M:%SZ)"
-say "commit: $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+say "commit: ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
 say "host: $(nproc) cores, $(awk '/^model name/ {sub(/.*: /, ""); print; exit}' /proc/cpuinfo)"
 nvidia-smi --query-gpu=index,name,uuid,memory.total,driver_version --format=csv
 

@@ -115,3 +115,19 @@ wait_for_line() {
     done
     printf '%s\n' "$line"
 }
+
+# start LOG COMMAND...: in the background, output to $DIR/LOG, pid to $STARTED; ended with the script.
+start() {
+    local log=$DIR/$1
+    shift
+    "$@" >"$log" 2>&1 </dev/null &
+    STARTED=$!
+    STARTED_PIDS+=("$STARTED")
+}
+
+# use_test_store: the environment for a test S3 server on this machine, with nothing of the user's own that could lead elsewhere.
+use_test_store() {
+    unset AWS_PROFILE AWS_SESSION_TOKEN CKPTSTREAM_CONFIG
+    export AWS_ACCESS_KEY_ID=test AWS_SECRET_ACCESS_KEY=testtest AWS_REGION=us-east-1 AWS_EC2_METADATA_DISABLED=true
+    export NO_PROXY=127.0.0.1 no_proxy=127.0.0.1
+}

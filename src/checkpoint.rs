@@ -437,7 +437,7 @@ fn land(session: &Session, lanes: &[SavedLane]) -> Result<Vec<Option<String>>, L
         let completed =
             store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, crc64);
         completed.await.map_err(LoadError::Store)?;
-        image::look_at_object(store, &lane.key, lane.len, lane.crc64).await
+        image::prove_landed(store, &lane.key, lane.len, lane.crc64).await
     });
     session.wait(futures::future::try_join_all(landing))
 }

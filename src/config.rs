@@ -461,7 +461,13 @@ impl StoreTimes {
         // One attempt may not last longer than all of them together.
         let attempt = |key: &'static str, text: Option<&str>, longest: u64, default: u64| {
             let Some(text) = Setting::file(key, text) else {
-                return Ok(Duration::from_secs(default).min(retry));
+                let default = Duration::from_secs(default);
+                if default > retry {
+                    tracing::warn!(
+                        "{key} is {retry:?}, below its default of {default:?}: one attempt may not last longer than store.retry_timeout"
+                    );
+                }
+                return Ok(default.min(retry));
             };
             let time = text.time(Self::LEAST, Duration::from_secs(longest))?;
             match &retry_setting {
@@ -476,7 +482,7 @@ impl StoreTimes {
                 _ => Ok(time),
             }
         };
-        let times = Self {
+        Ok(Self {
             retry,
             connect: attempt(
                 "store.connect_timeout",
@@ -496,16 +502,7 @@ impl StoreTimes {
                 600,
                 20,
             )?,
-        };
-        if retry < Duration::from_secs(30) {
-            tracing::warn!(
-                "store.retry_timeout = {retry:?} also cuts the limits of one attempt: connect {:?}, request {:?}, stall {:?}",
-                times.connect,
-                times.request,
-                times.stall
-            );
-        }
-        Ok(times)
+        })
     }
 }
 

@@ -21,8 +21,6 @@ pub enum ExitCode {
     Preflight = 3,
     /// The job or the target belongs to someone else.
     NotOurs = 4,
-    /// Does not fit the notice; refused, the target runs.
-    DoesNotFit = 5,
     /// Nothing to restore: proved that there is no image, or the job finished.
     NothingToRestore = 6,
     /// Nothing to save: the target ended by itself, or is already suspended under a committed image.
@@ -50,7 +48,6 @@ impl ExitCode {
         ExitCode::Config,
         ExitCode::Preflight,
         ExitCode::NotOurs,
-        ExitCode::DoesNotFit,
         ExitCode::NothingToRestore,
         ExitCode::NothingToSave,
         ExitCode::RolledBack,
@@ -73,7 +70,6 @@ impl ExitCode {
             ExitCode::Ok
             | ExitCode::NothingToRestore
             | ExitCode::NothingToSave
-            | ExitCode::DoesNotFit
             | ExitCode::NotOurs
             | ExitCode::Fenced => "none",
             ExitCode::Config | ExitCode::Preflight => "fix-config",
@@ -96,7 +92,6 @@ impl ExitCode {
             ExitCode::Config => "usage or configuration error",
             ExitCode::Preflight => "refused beforehand",
             ExitCode::NotOurs => "the job or the target belongs to someone else",
-            ExitCode::DoesNotFit => "does not fit the notice",
             ExitCode::NothingToRestore => "nothing to restore",
             ExitCode::NothingToSave => "nothing to save",
             ExitCode::RolledBack => "nothing was saved, the target runs on",
@@ -116,7 +111,6 @@ impl ExitCode {
             ExitCode::Config => "correct the flag or key that it names",
             ExitCode::Preflight => "correct what it names, then try again",
             ExitCode::NotOurs | ExitCode::Fenced => "do not requeue the job from here",
-            ExitCode::DoesNotFit => "let the job use its own time",
             ExitCode::NothingToRestore => "start the job afresh",
             ExitCode::RolledBack => "try again later",
             ExitCode::Lost => {

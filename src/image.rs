@@ -1,22 +1,36 @@
 //! Reading images: from a job's log to a manifest and frame tables that may be relied on.
 //!
 //! In: a store, a job, which image. Out: an [`Image`] whose every byte so far was verified, and whose data objects are all there; beside it the newer images
-//! that were passed over, each with the reason. What can fail: there is no image (proved), the store, the image. Data objects are looked at here, not read.
+//! that were passed over, each with the reason. What can fail: there is no image (proved), the store, the image. Data objects are looked at here, not read; only
+//! [`prove_landed`], for an object just stored, reads one back where the store keeps no checksum.
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
 
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use crate::codec::seek_table::SeekTableError;
 use crate::codec::{Crc64, Digest};
 use crate::config::JobName;
+use crate::error::chain;
 use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError};
 use crate::manifest::{self, ExtentRecord, FrameTable, Manifest, ManifestError};
-use crate::store::{BadKey, Key, Store, StoreError};
+use crate::store::{BadKey, Key, ObjectInfo, Store, StoreError};
+
+pub use crate::job_log::image_id;
 
 /// Tables and objects that are asked for at once. Each table may hold 16 MiB.
 const PARALLELISM: usize = 8;
+
+/// Most bytes of one ranged read of an object that is read back, 8 MiB: its checksum takes 0.3 ms, which is what the runtime's threads may be kept for.
+const READ_BACK_LEN: u64 = 8 << 20;
+
+/// Ranges of one object that are read back at once. With [`READ_BACK_LEN`] 32 MiB for each GPU, about what its part buffers and pinned buffers took until then.
+const READ_BACK_PARALLELISM: usize = 4;
+
+/// How often an object is read back before it counts as damaged: a bit may flip on the way back too.
+const READ_BACKS: u32 = 2;
 
 /// Which image of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +45,7 @@ impl fmt::Display for ImageRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             ImageRef::Latest => f.write_str("latest"),
-            ImageRef::Generation(generation) => write!(f, "{generation:08}"),
+            ImageRef::Generation(generation) => f.write_str(&image_id(*generation)),
         }
     }
 }
@@ -90,13 +104,8 @@ pub struct Skipped {
 
 impl fmt::Display for Skipped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:08}: {}", self.generation, self.flaw)?;
-        let mut next = std::error::Error::source(&self.flaw);
-        while let Some(error) = next {
-            write!(f, ": {error}")?;
-            next = error.source();
-        }
-        Ok(())
+        let reasons = chain(&self.flaw).join(": ");
+        write!(f, "{}: {reasons}", image_id(self.generation))
     }
 }
 
@@ -208,7 +217,7 @@ pub enum ImageError {
         source: StoreError,
     },
     /// The image that was named cannot be used.
-    #[error("image {generation:08} of job {job} cannot be used")]
+    #[error("image {} of job {job} cannot be used", image_id(*generation))]
     Damaged {
         /// The job.
         job: String,
@@ -423,11 +432,13 @@ async fn open_named(
         None => {
             let last = log.next_slot() - 1;
             Err(no_image(format!(
-                "the log ends before {generation:08}, at {last:08}"
+                "the log ends before {}, at {}",
+                image_id(generation),
+                image_id(last)
             )))
         }
         Some(Entry::Image(image)) if log.is_dropped(&image.attempt) => {
-            Err(no_image(format!("{generation:08} was given up")))
+            Err(no_image(format!("{} was given up", image_id(generation))))
         }
         Some(Entry::Image(image)) => match load(store, job, generation, image).await {
             Ok(image) => Ok(image),
@@ -442,7 +453,8 @@ async fn open_named(
             Err(damaged(Flaw::Entry { what }))
         }
         Some(entry) => Err(no_image(format!(
-            "{generation:08} says: {}",
+            "{} says: {}",
+            image_id(generation),
             entry.describe()
         ))),
     }
@@ -597,12 +609,63 @@ fn absent(key: &Key, source: StoreError) -> LoadError {
 }
 
 /// Looks at a data object: length, and checksum where the store keeps one. Returns the store's tag for it.
-pub(crate) async fn look_at_object(
+async fn look_at_object(
     store: &dyn Store,
     key: &Key,
     len: u64,
     crc64: Crc64,
 ) -> Result<Option<String>, LoadError> {
+    let info = look(store, key, len).await?;
+    if let Some(found) = info.crc64 {
+        expect_checksum(key, Crc64::from_value(found), crc64)?;
+    }
+    Ok(info.etag)
+}
+
+/// Proves that a data object just stored is what was sent: by the store's checksum, and where it keeps none by reading the object back. Returns the store's
+/// tag for it.
+///
+/// # Errors
+/// [`LoadError::Flawed`] when it is not, [`LoadError::Store`] when that cannot be found out.
+pub(crate) async fn prove_landed(
+    store: &dyn Store,
+    key: &Key,
+    len: u64,
+    crc64: Crc64,
+) -> Result<Option<String>, LoadError> {
+    let info = look(store, key, len).await?;
+    if let Some(found) = info.crc64 {
+        expect_checksum(key, Crc64::from_value(found), crc64)?;
+        return Ok(info.etag);
+    }
+    let mut reads_left = READ_BACKS;
+    loop {
+        let found = read_back(store, key, len, info.etag.as_deref()).await?;
+        reads_left -= 1;
+        match expect_checksum(key, found, crc64) {
+            Ok(()) => return Ok(info.etag),
+            Err(flaw) if reads_left == 0 => return Err(flaw),
+            Err(flaw) => {
+                let flaw = chain(&flaw).join(": ");
+                tracing::warn!("read back with damage, reading again: {flaw}");
+            }
+        }
+    }
+}
+
+fn expect_checksum(key: &Key, found: Crc64, expected: Crc64) -> Result<(), LoadError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(LoadError::from(Flaw::Checksum {
+        key: key.to_string(),
+        found,
+        expected,
+    }))
+}
+
+/// What the store says about an object that must be there with this length.
+async fn look(store: &dyn Store, key: &Key, len: u64) -> Result<ObjectInfo, LoadError> {
     let mut info = store.head(key).await.map_err(LoadError::Store)?;
     if info.as_ref().is_none_or(|info| info.len < len) {
         // Some stores show a new object late, or a part of it. Reading its last byte waits for it as long as is sensible; then the look counts.
@@ -625,14 +688,43 @@ pub(crate) async fn look_at_object(
             expected: len,
         }));
     }
-    match info.crc64.map(Crc64::from_value) {
-        Some(found) if found != crc64 => Err(LoadError::from(Flaw::Checksum {
-            key: key.to_string(),
-            found,
-            expected: crc64,
-        })),
-        _ => Ok(info.etag),
-    }
+    Ok(info)
+}
+
+/// CRC64NVME of an object's bytes as the store gives them back.
+async fn read_back(
+    store: &dyn Store,
+    key: &Key,
+    len: u64,
+    etag: Option<&str>,
+) -> Result<Crc64, LoadError> {
+    let starts = (0..len).step_by(usize::try_from(READ_BACK_LEN).unwrap_or(usize::MAX));
+    let ranges = starts.map(|start| start..len.min(start + READ_BACK_LEN));
+    // Used again and again: to touch fresh memory takes longer than to sum it.
+    let spare = &Mutex::new(Vec::new());
+    let take = || spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let give = |bytes| {
+        spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(bytes)
+    };
+    stream::iter(ranges)
+        .map(|range| async move {
+            let len = range.end - range.start;
+            let mut bytes: Vec<u8> = take().unwrap_or_default();
+            bytes.resize(usize::try_from(len).unwrap_or(usize::MAX), 0);
+            let read = store.get_range(key, range, etag, &mut bytes).await;
+            read.map_err(|error| absent(key, error))?;
+            let sum = Crc64::of(&bytes);
+            give(bytes);
+            Ok((sum, len))
+        })
+        .buffered(READ_BACK_PARALLELISM)
+        .try_fold(Crc64::of(&[]), |whole, (sum, len)| async move {
+            Ok(whole.combine(sum, len))
+        })
+        .await
 }
 
 #[cfg(test)]

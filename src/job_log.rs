@@ -13,6 +13,7 @@
 //! | after it | the image |
 
 use std::collections::HashSet;
+use std::fmt;
 
 use bytes::Bytes;
 use futures::future;
@@ -20,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::codec::Digest;
 use crate::config::JobName;
-use crate::manifest::{ImageKind, MANIFEST_LEN_MAX};
+use crate::manifest::{ImageKind, MANIFEST_LEN_MAX, is_nonce};
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
 
 /// Version of the entries that this build writes and reads.
@@ -40,6 +41,11 @@ const GAP_READS: u32 = 3;
 
 /// How often a slot is read before its entry counts as damaged. Some stores serve a new object short at first.
 const DAMAGED_READS: u32 = 3;
+
+/// An image's name for people and scripts: its generation in eight digits, as the log's keys have it.
+pub fn image_id(generation: u64) -> String {
+    format!("{generation:08}")
+}
 
 /// What stands in one slot of the log. A writer is a process that may save the job, known by its nonce.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -183,7 +189,9 @@ impl Entry {
             Entry::Saving { attempt, .. } => format!("attempt {attempt} is being saved"),
             Entry::Image(image) => format!("image of attempt {}", image.attempt),
             Entry::Finished { .. } => "the job finished".to_owned(),
-            Entry::Bad { generation, .. } => format!("image {generation:08} failed to restore"),
+            Entry::Bad { generation, .. } => {
+                format!("image {} failed to restore", image_id(*generation))
+            }
             Entry::Dropped { attempt, .. } => format!("attempt {attempt} was given up"),
             Entry::Unknown { what } => format!("{what}, which this version does not know"),
             Entry::Damaged { what } => format!("not a log entry: {what}"),
@@ -194,10 +202,7 @@ impl Entry {
 impl ImageEntry {
     /// What makes the entry useless, if anything does.
     fn flaw(&self) -> Option<String> {
-        let nonce = |text: &str| {
-            text.len() == 32 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
-        };
-        if !nonce(&self.attempt) {
+        if !is_nonce(&self.attempt) {
             return Some(format!(
                 "attempt {:?} is not 32 lower-case hex digits",
                 self.attempt
@@ -425,22 +430,7 @@ pub async fn append_image(
     from_slot: u64,
     image: &ImageEntry,
 ) -> Result<u64, CommitError> {
-    let unfit = |what: String| CommitError::Unfit {
-        job: job.to_string(),
-        what,
-    };
-    if let Some(flaw) = image.flaw() {
-        return Err(unfit(flaw));
-    }
-    let body = Entry::Image(image.clone())
-        .encode()
-        .map_err(|error| unfit(error.to_string()))?;
-    if body.len() > ENTRY_LEN_MAX {
-        return Err(unfit(format!(
-            "{} bytes, at most {ENTRY_LEN_MAX}",
-            body.len()
-        )));
-    }
+    let body = encode_image(image).map_err(|why| unfit(job, &why))?;
     let mut generation = from_slot;
     loop {
         let failed = |source: StoreError| {
@@ -459,50 +449,78 @@ pub async fn append_image(
                 }
             }
         };
-        let key = slot_key(job, generation).map_err(|error| unfit(error.to_string()))?;
-        match store
-            .put_if_absent(&key, body.clone())
-            .await
-            .map_err(failed)?
-        {
-            PutOutcome::Created => return Ok(generation),
-            PutOutcome::AlreadyExists => {}
+        let key = slot_key(job, generation).map_err(|error| unfit(job, &error))?;
+        let put = store.put_if_absent(&key, body.clone()).await;
+        if put.map_err(failed)? == PutOutcome::Created {
+            return Ok(generation);
         }
-        let there = match read_slot(store, job, generation).await {
-            Ok(Some(entry)) => entry,
-            // It stood there a moment ago. Whether it is ours is not known.
-            Ok(None) => {
-                return Err(failed(StoreError::Transient {
-                    operation: "GetObject",
-                    key: key.to_string(),
-                    what: "the store says that the entry exists but does not show it".to_owned(),
-                    source: None,
-                }));
-            }
-            Err(LogError::Store { source, .. }) => {
-                let job = job.to_string();
-                return Err(CommitError::Unreachable {
-                    job,
+        let there = read_taken_slot(store, job, generation, &key).await?;
+        match &there {
+            Entry::Image(theirs) if theirs.attempt == image.attempt => return Ok(generation),
+            there if fences(there, image) => {
+                return Err(CommitError::Fenced {
+                    job: job.to_string(),
                     generation,
-                    source,
+                    what: there.describe(),
                 });
             }
-            Err(error) => return Err(unfit(error.to_string())),
-        };
-        let fenced = match &there {
-            Entry::Image(theirs) if theirs.attempt == image.attempt => return Ok(generation),
-            Entry::Open { writer } => *writer != image.writer,
-            Entry::Dropped { attempt, .. } => *attempt == image.attempt,
-            _ => false,
-        };
-        if fenced {
-            return Err(CommitError::Fenced {
-                job: job.to_string(),
-                generation,
-                what: there.describe(),
-            });
+            _ => generation += 1,
         }
-        generation += 1;
+    }
+}
+
+/// Whether an entry in our way says that the job, or the attempt, is no longer ours.
+fn fences(there: &Entry, image: &ImageEntry) -> bool {
+    match there {
+        Entry::Open { writer } => *writer != image.writer,
+        Entry::Dropped { attempt, .. } => *attempt == image.attempt,
+        _ => false,
+    }
+}
+
+fn unfit(job: &JobName, why: &dyn fmt::Display) -> CommitError {
+    CommitError::Unfit {
+        job: job.to_string(),
+        what: why.to_string(),
+    }
+}
+
+/// The bytes of an image's entry, or why nobody could read it.
+fn encode_image(image: &ImageEntry) -> Result<Bytes, String> {
+    if let Some(flaw) = image.flaw() {
+        return Err(flaw);
+    }
+    let body = Entry::Image(image.clone())
+        .encode()
+        .map_err(|error| error.to_string())?;
+    if body.len() > ENTRY_LEN_MAX {
+        return Err(format!("{} bytes, at most {ENTRY_LEN_MAX}", body.len()));
+    }
+    Ok(body)
+}
+
+/// What stands in a slot that the store says is taken. Not to see it leaves open whether it is ours.
+async fn read_taken_slot(
+    store: &dyn Store,
+    job: &JobName,
+    generation: u64,
+    key: &Key,
+) -> Result<Entry, CommitError> {
+    let unseen = |source: StoreError| CommitError::Unreachable {
+        job: job.to_string(),
+        generation,
+        source,
+    };
+    match read_slot(store, job, generation).await {
+        Ok(Some(entry)) => Ok(entry),
+        Ok(None) => Err(unseen(StoreError::Transient {
+            operation: "GetObject",
+            key: key.to_string(),
+            what: "the store says that the entry exists but does not show it".to_owned(),
+            source: None,
+        })),
+        Err(LogError::Store { source, .. }) => Err(unseen(source)),
+        Err(error) => Err(unfit(job, &error)),
     }
 }
 
@@ -511,7 +529,8 @@ fn slot_key(job: &JobName, generation: u64) -> Result<Key, LogError> {
         let job = job.to_string();
         return Err(LogError::Generation { job, generation });
     }
-    Key::of_job(job, &format!("log/{generation:08}.json")).map_err(|source| LogError::Key {
+    let relative = format!("log/{}.json", image_id(generation));
+    Key::of_job(job, &relative).map_err(|source| LogError::Key {
         job: job.to_string(),
         source,
     })

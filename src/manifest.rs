@@ -38,9 +38,6 @@ pub const FORMAT: u32 = 1;
 /// Most bytes of a manifest, 1 MiB.
 pub const MANIFEST_LEN_MAX: usize = 1 << 20;
 
-/// Most bytes of an attempt's claim, 64 KiB.
-pub const CLAIM_LEN_MAX: usize = 64 << 10;
-
 /// Required features that this build knows. A later version names here what an older reader must not ignore (byte planes, for instance).
 const KNOWN_FEATURES: &[&str] = &[];
 
@@ -264,7 +261,6 @@ pub enum ManifestError {
 }
 
 const MANIFEST: &str = "manifest";
-const CLAIM: &str = "attempt claim";
 
 /// The last member, up to its value. Everything before its first quote is what the digest covers. The same in every format version.
 const TRAILER_START: &[u8] = b"\"self_xxh3_128\": \"";
@@ -367,7 +363,11 @@ impl Manifest {
             &"empty",
             "an image holds at least one process",
         )?;
+        self.verify_processes(attempt)
+    }
 
+    /// Each process and extent by itself, then what only all of them together can break.
+    fn verify_processes(&self, attempt: &str) -> Result<(), ManifestError> {
         let mut pids = HashSet::new();
         let mut keys = HashSet::from([manifest_key(attempt), claim_key(attempt)]);
         let mut raw_len = 0u64;
@@ -536,8 +536,8 @@ pub fn object_len_max(raw_len: u64, chunk_len: u64) -> u64 {
         .saturating_add(seek_table::encoded_len(raw_len.div_ceil(chunk_len)))
 }
 
-/// Says who writes under a prefix, before the first upload under it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// Says who writes under a prefix, before the first upload under it. Written for people: no program reads it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AttemptClaim {
     /// [`FORMAT`].
     pub format: u32,
@@ -562,35 +562,6 @@ impl AttemptClaim {
             .expect("text and numbers are always representable as JSON");
         bytes.push(b'\n');
         bytes
-    }
-
-    /// Reads a claim. It carries no digest: it is small, names nothing that is then read, and only tells a human who was at work.
-    ///
-    /// # Errors
-    /// When the bytes are too long, not a claim, of another format, or break a rule.
-    pub fn decode(bytes: &[u8]) -> Result<AttemptClaim, ManifestError> {
-        check_len(CLAIM, bytes.len(), CLAIM_LEN_MAX)?;
-        let claim: AttemptClaim = parse(CLAIM, bytes)?;
-        if claim.format != FORMAT {
-            return Err(ManifestError::Format {
-                what: CLAIM,
-                found: claim.format,
-            });
-        }
-        ensure(
-            is_nonce(&claim.attempt),
-            || "attempt".to_owned(),
-            &Quoted(&claim.attempt),
-            "it must be 32 lower-case hex digits",
-        )?;
-        for (field, text) in [
-            ("job", &claim.job),
-            ("tool", &claim.tool),
-            ("host", &claim.host),
-        ] {
-            check_label(|| field.to_owned(), text)?;
-        }
-        Ok(claim)
     }
 }
 
@@ -716,7 +687,8 @@ fn check_label(field: impl FnOnce() -> String, text: &str) -> Result<(), Manifes
     )
 }
 
-fn is_nonce(text: &str) -> bool {
+/// Whether it is 32 lower-case hex digits, as every attempt's nonce is. A [`Digest`]'s text has the same form.
+pub(crate) fn is_nonce(text: &str) -> bool {
     text.parse::<Digest>().is_ok()
 }
 

@@ -21,7 +21,7 @@ pub struct Outcome {
     pub targets: Vec<TargetState>,
     /// Raw and stored bytes.
     pub bytes: Bytes,
-    /// Wall seconds per phase, in order.
+    /// Wall seconds per phase, each phase once, in order of its first beginning.
     pub seconds: Vec<PhaseSeconds>,
     /// Wall seconds from the driver's lock to RUNNING again, or to CHECKPOINTED when the target stays suspended.
     pub seconds_locked: f64,

@@ -68,3 +68,24 @@ impl PhaseClock {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_phase_that_was_entered_twice_is_one_sum() {
+        let started = Instant::now();
+        let mut clock = PhaseClock::start(&Meter::new(), Phase::Stream);
+        clock.enter(Phase::Commit);
+        clock.enter(Phase::Stream);
+        let seconds = clock.finish();
+        let phases: Vec<Phase> = seconds.iter().map(|entry| entry.phase).collect();
+        assert_eq!(phases, [Phase::Stream, Phase::Commit]);
+        let sum: f64 = seconds.iter().map(|entry| entry.seconds).sum();
+        assert!(
+            sum <= started.elapsed().as_secs_f64(),
+            "no second counts twice"
+        );
+    }
+}

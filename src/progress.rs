@@ -9,18 +9,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::error::Phase;
 
 /// Progress of one GPU's extent. All values in bytes of the raw extent, except `stored`.
+///
+/// A save goes `copied` → `coded` → `acknowledged`, a restore `fetched` → `coded` → `copied`, a reading back `fetched` → `coded`; the counter of a step that
+/// is not on the way stays 0.
 #[derive(Debug, Default)]
 pub struct LaneMeter {
     /// What to call it: `GPU 0` and the like.
     pub label: String,
     /// Raw bytes that this lane has to move.
     pub total: u64,
-    /// Save: copied off the GPU. Restore: fetched from the store.
-    pub first: AtomicU64,
-    /// Save: compressed. Restore: decompressed and verified.
-    pub second: AtomicU64,
-    /// Save: landed in the store (parts acknowledged). Restore: copied onto the GPU.
-    pub third: AtomicU64,
+    /// Restore: frames fetched from the store.
+    pub fetched: AtomicU64,
+    /// Copied off the GPU (save) or onto it (restore).
+    pub copied: AtomicU64,
+    /// Through the codec: compressed (save), or decompressed and verified (restore).
+    pub coded: AtomicU64,
+    /// Save: in parts that the store has acknowledged. What is acknowledged has not landed before its upload is complete and was looked at.
+    pub acknowledged: AtomicU64,
     /// Compressed bytes acknowledged by (save) or received from (restore) the store.
     pub stored: AtomicU64,
 }

@@ -12,9 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config::Config;
 use crate::error::{ExitCode, Failure, Phase};
 use crate::progress::Meter;
-use crate::store::retry::{RetryPolicy, Retrying};
-use crate::store::s3::S3Store;
-use crate::store::{Store, StoreError};
+use crate::store::{self, Store, StoreError};
 
 /// One command's surroundings.
 #[derive(Debug, Clone)]
@@ -48,24 +46,18 @@ impl Session {
     ) -> Result<Self, Failure> {
         let started = Instant::now();
         let deadline = config.deadline.map(|left| started + left);
-        let inner = runtime
-            .block_on(S3Store::connect(&config.store))
-            .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
-        let inner = Arc::new(inner);
-        let patient = |cancel: CancellationToken| -> Arc<dyn Store> {
-            let store = Retrying::new(
-                Arc::clone(&inner),
-                RetryPolicy::new(config.store.retry_timeout),
-                cancel,
+        let store = runtime
+            .block_on(store::open(
+                &config.store,
+                cancel.clone(),
                 Arc::clone(&meter),
-            );
-            if let Some(deadline) = deadline {
-                store.set_deadline(deadline);
-            }
-            Arc::new(store)
-        };
-        let store = patient(cancel.clone());
-        let store_after_begin = patient(CancellationToken::new());
+            ))
+            .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
+        if let Some(deadline) = deadline {
+            store.set_deadline(deadline);
+        }
+        let store_after_begin = Arc::new(store.with_cancel(CancellationToken::new()));
+        let store = Arc::new(store);
         Ok(Self {
             config,
             runtime,

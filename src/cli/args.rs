@@ -112,6 +112,21 @@ impl Command {
             Command::Cat(_) => "cat",
         }
     }
+
+    /// What the first signal does, behind its name.
+    pub(super) fn signal_effect(&self) -> &'static str {
+        match self {
+            Command::Checkpoint(_) => {
+                "asks to stop; once the driver's checkpoint call has begun, the save goes on to its end"
+            }
+            Command::Restore(_) => {
+                "asks to stop; once the driver was asked to restore, the restore goes on to its end"
+            }
+            Command::List | Command::Inspect(_) | Command::Verify(_) | Command::Cat(_) => {
+                "stops the command"
+            }
+        }
+    }
 }
 
 /// `checkpoint`

@@ -7,12 +7,13 @@ use std::time::{Duration, UNIX_EPOCH};
 use serde::Serialize;
 
 use super::report::{Done, Rows, image_id};
-use super::units::{float, ratio, size};
+use super::units::{float, ratio, size, sizes};
 use crate::codec::FrameKind;
 use crate::config::JobName;
+use crate::driver::ApiVersion;
 use crate::error::{ExitCode, Failure, Phase};
 use crate::image::{self, Image, ImageError, ImageRef, Skipped, Standing};
-use crate::manifest::{ExtentRecord, FrameTable, ImageKind, Manifest};
+use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifest};
 use crate::store::Store;
 
 /// `list` of one job.
@@ -274,86 +275,73 @@ impl JobListing {
 impl Inspection {
     /// The manifest for people.
     pub(super) fn text(&self) -> String {
-        let manifest = &self.manifest;
         let mut rows = Rows::default();
-        rows.add(
-            "image",
-            format!(
-                "{} of job {}, attempt {}",
-                image_id(self.generation),
-                manifest.job,
-                manifest.attempt
-            ),
-        );
-        rows.add("kind", manifest.kind.to_string());
-        let driver = manifest
-            .capture
-            .driver_version
-            .as_deref()
-            .unwrap_or("unknown");
-        let api = manifest.capture.driver_api;
-        rows.add(
-            "driver",
-            format!("{driver} (API {}.{})", api / 1000, api % 1000 / 10),
-        );
-        rows.add(
-            "written",
-            format!(
-                "{} UTC by {} on {}",
-                written_at(manifest.created_ms),
-                manifest.tool,
-                manifest.host.name
-            ),
-        );
-        rows.add("boot", &manifest.host.boot_id);
-        rows.add("digest", format!("xxh3-128 {}", self.manifest_digest));
-        rows.add(
-            "bytes",
-            format!(
-                "{} raw, {} stored, ratio {}",
-                size(manifest.raw_len()),
-                size(manifest.stored_len()),
-                ratio(manifest.raw_len(), manifest.stored_len())
-            ),
-        );
+        self.add_head(&mut rows);
         let mut extents = self.extents.iter();
-        for process in &manifest.processes {
+        for process in &self.manifest.processes {
             rows.add("process", format!("pid {} {}", process.pid, process.name));
             for device in &process.devices {
-                rows.add(
-                    "gpu",
-                    format!(
-                        "{} {}, chip {}, {}, PCI {}",
-                        device.uuid,
-                        device.name,
-                        device.chip,
-                        size(device.memory_len),
-                        device.pci
-                    ),
-                );
+                add_device(&mut rows, device);
             }
             for extent in extents.by_ref().take(process.extents.len()) {
-                let frames = &extent.frames;
-                rows.add(
-                    "extent",
-                    format!(
-                        "{} {} raw, {} stored, ratio {}, {} frames ({} zero, {} raw, {} zstd)",
-                        extent.device,
-                        size(extent.raw),
-                        size(extent.stored),
-                        ratio(extent.raw, extent.stored),
-                        frames.all,
-                        frames.zero,
-                        frames.raw,
-                        frames.zstd
-                    ),
-                );
-                rows.add("", &extent.key);
+                add_extent(&mut rows, extent);
             }
         }
         add_skipped(&mut rows, &self.skipped);
         rows.text
     }
+
+    /// What concerns the image as a whole.
+    fn add_head(&self, rows: &mut Rows) {
+        let manifest = &self.manifest;
+        let (id, job, attempt) = (image_id(self.generation), &manifest.job, &manifest.attempt);
+        rows.add("image", format!("{id} of job {job}, attempt {attempt}"));
+        rows.add("kind", manifest.kind.to_string());
+        let capture = &manifest.capture;
+        let driver = capture.driver_version.as_deref().unwrap_or("unknown");
+        let api = ApiVersion(capture.driver_api);
+        rows.add("driver", format!("{driver} (API {api})"));
+        let written = written_at(manifest.created_ms);
+        let (tool, host) = (&manifest.tool, &manifest.host);
+        rows.add(
+            "written",
+            format!("{written} UTC by {tool} on {}", host.name),
+        );
+        rows.add("boot", &host.boot_id);
+        rows.add("digest", format!("xxh3-128 {}", self.manifest_digest));
+        rows.add("bytes", sizes(manifest.raw_len(), manifest.stored_len()));
+    }
+}
+
+fn add_device(rows: &mut Rows, device: &DeviceRecord) {
+    rows.add(
+        "gpu",
+        format!(
+            "{} {}, chip {}, {}, PCI {}",
+            device.uuid,
+            device.name,
+            device.chip,
+            size(device.memory_len),
+            device.pci
+        ),
+    );
+}
+
+fn add_extent(rows: &mut Rows, extent: &ExtentSummary) {
+    let frames = &extent.frames;
+    rows.add(
+        "extent",
+        format!(
+            "{} {}, {} frames ({} zero, {} raw, {} zstd)",
+            extent.device,
+            sizes(extent.raw, extent.stored),
+            frames.all,
+            frames.zero,
+            frames.raw,
+            frames.zstd
+        ),
+    );
+    rows.add("", &extent.key);
 }
 
 fn add_skipped(rows: &mut Rows, skipped: &[SkippedRow]) {
@@ -372,8 +360,7 @@ mod tests {
     use crate::codec::{Crc64, Digest, Encoder, Level};
     use crate::job_log::{ImageEntry, append_image};
     use crate::manifest::{
-        Capture, CaptureMode, DeviceRecord, Host, ObjectRecord, ProcessRecord, digest_of,
-        manifest_key,
+        Capture, CaptureMode, Host, ObjectRecord, ProcessRecord, digest_of, manifest_key,
     };
     use crate::store::memory::MemoryStore;
     use crate::store::{Key, Store};

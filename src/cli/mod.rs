@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::{self, Then};
@@ -88,7 +89,7 @@ fn conclude(
         // The reader of stdout has seen enough.
         Err(_) if run.stdout.is_broken() => return std::process::ExitCode::SUCCESS,
         Err(failure) => {
-            let report = RunReport::failed(command, &failure, job, elapsed);
+            let report = RunReport::failed(Some(command), &failure, job, elapsed);
             if run.mode != Mode::Json {
                 report
                     .failure_lines(failure.code.advice())
@@ -113,30 +114,55 @@ fn conclude(
     std::process::ExitCode::from(code.code())
 }
 
-/// `--help`, `--version`, or a command line that makes no sense (exit 2; as JSON too when that was asked for).
+/// `--help`, `--version`, or a command line that makes no sense: exit 2, told like every other failure, after clap's own words.
 fn usage(error: &clap::Error, started: Instant) -> std::process::ExitCode {
-    // Nobody to tell: the exit status still says it.
-    let _ = error.print();
     if !error.use_stderr() {
+        // Nobody to tell: the exit status still says it.
+        let _ = error.print();
         return std::process::ExitCode::SUCCESS;
     }
-    if std::env::args_os().any(|argument| argument == "--json") {
-        let text = error.render().to_string();
-        let lines: Vec<&str> = text
-            .lines()
-            .map(str::trim)
-            .filter(|line| !line.is_empty())
-            .collect();
-        let failure = Failure::new(ExitCode::Config, Phase::Config, lines.join("; "));
-        let report = RunReport::failed(
-            "ckptstream",
-            &failure,
-            None,
-            started.elapsed().as_secs_f64(),
-        );
+    let failure = Failure::new(ExitCode::Config, Phase::Config, usage_cause(error));
+    let elapsed = started.elapsed().as_secs_f64();
+    let report = RunReport::failed(None, &failure, None, elapsed);
+    let typed: Vec<_> = std::env::args_os().collect();
+    let has_typed = |words: &[&str]| {
+        typed
+            .windows(words.len())
+            .any(|window| window.iter().eq(words))
+    };
+    let console = Console::default();
+    if has_typed(&["--progress", "json"]) || has_typed(&["--progress=json"]) {
+        // Writing plain strings and numbers as JSON cannot fail.
+        let _ = report.result_line().map(|line| console.line(&line));
+    } else {
+        let _ = error.print();
+        report
+            .failure_lines(failure.code.advice())
+            .iter()
+            .for_each(|line| console.line(line));
+    }
+    if has_typed(&["--json"]) {
         let _ = report.print(true, &mut Stdout::default().writer());
     }
     std::process::ExitCode::from(ExitCode::Config.code())
+}
+
+/// What clap found wrong, without usage and advice: the first paragraph of its message.
+fn usage_cause(error: &clap::Error) -> String {
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "no command is given".to_owned();
+    }
+    let text = error.render().to_string();
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.is_empty())
+        .collect();
+    let paragraph = lines.join(" ");
+    paragraph
+        .strip_prefix("error: ")
+        .unwrap_or(&paragraph)
+        .to_owned()
 }
 
 /// One command under way.
@@ -172,7 +198,7 @@ impl Run<'_> {
             // Needs no job: without one it lists the jobs.
             Command::List => {
                 let store = StoreConfig::resolve(&overrides, &raw).map_err(config_failure)?;
-                Self::list(&store, named.as_ref()).map(Some)
+                self.list(&store, named.as_ref()).map(Some)
             }
             Command::Checkpoint(command) => {
                 let then = match command.then {
@@ -237,8 +263,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn list(store: &StoreConfig, job: Option<&JobName>) -> Result<Done, Failure> {
-        Ground::stand(|ground| {
+    fn list(&self, store: &StoreConfig, job: Option<&JobName>) -> Result<Done, Failure> {
+        Ground::stand(self.args.command.signal_effect(), |ground| {
             let connected = ground.runtime.block_on(S3Store::connect(store));
             let connected = connected
                 .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
@@ -270,10 +296,7 @@ impl Run<'_> {
         config: Config,
         work: impl FnOnce(&Session) -> Result<Option<Done>, Failure>,
     ) -> Result<Option<Done>, Failure> {
-        Ground::stand(|ground| {
-            let deadline = config
-                .deadline
-                .and_then(|deadline| self.started.checked_add(deadline));
+        Ground::stand(self.args.command.signal_effect(), |ground| {
             let session = Session::open(
                 config,
                 ground.runtime.handle().clone(),
@@ -283,7 +306,7 @@ impl Run<'_> {
             let _progress = Progress::start(
                 self.mode,
                 ground.meter.clone(),
-                deadline,
+                session.deadline,
                 self.console.clone(),
             );
             work(&session)
@@ -292,8 +315,11 @@ impl Run<'_> {
 }
 
 impl Ground {
-    /// Starts the network's threads and watches for signals while `work` works.
-    fn stand<T>(work: impl FnOnce(&Self) -> Result<T, Failure>) -> Result<T, Failure> {
+    /// Starts the network's threads and watches for signals, which have this effect, while `work` works.
+    fn stand<T>(
+        signal_effect: &'static str,
+        work: impl FnOnce(&Self) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let refused =
             |error: std::io::Error| Failure::new(ExitCode::Preflight, Phase::Prepare, error);
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -302,7 +328,7 @@ impl Ground {
             .build()
             .map_err(refused)?;
         let cancel = CancellationToken::new();
-        signals::watch(&runtime, &cancel).map_err(refused)?;
+        signals::watch(&runtime, &cancel, signal_effect).map_err(refused)?;
         let ground = Self {
             runtime,
             meter: Meter::new(),

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io::IsTerminal;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use super::args::ProgressChoice;
 use super::console::Console;
 use super::units::{float, size, whole};
 use crate::error::Phase;
-use crate::progress::{Meter, MeterView};
+use crate::progress::{LaneMeter, Meter, MeterView};
 
 /// How often the meter is looked at.
 const SAMPLE_EVERY: Duration = Duration::from_millis(125);
@@ -113,8 +114,8 @@ impl Progress {
                     Err(RecvTimeoutError::Timeout)
                 );
                 let now = Instant::now();
-                let (snapshot, entered) = sampler.sample(&meter.view(), now);
-                view.show(&snapshot, &entered, now);
+                let (glance, entered) = sampler.sample(&meter.view(), now);
+                view.show(&glance, &entered, now);
                 if stopping {
                     return view.end();
                 }
@@ -144,9 +145,9 @@ impl Drop for Progress {
     }
 }
 
-/// One look, in the words that are shown.
+/// One look at the meter, in the words that are shown.
 #[derive(Debug, Clone, Serialize)]
-struct Snapshot {
+struct Glance {
     event: &'static str,
     phase: Option<Phase>,
     /// Since the display began.
@@ -162,7 +163,7 @@ struct Snapshot {
     deadline_seconds: Option<f64>,
 }
 
-/// One GPU's progress. `steps` maps `copied`, `compressed`, `landed` (save) or `fetched`, `verified`, `copied` (restore) to raw bytes.
+/// One GPU's progress. `steps` maps the names of [`flow`] to raw bytes.
 #[derive(Debug, Clone, Serialize)]
 struct Device {
     device: String,
@@ -170,28 +171,37 @@ struct Device {
     stored: u64,
     #[serde(flatten)]
     steps: BTreeMap<&'static str, u64>,
-    /// The three steps in order of flow, for people.
+    /// The same in order of flow, for people.
     #[serde(skip)]
-    flow: [(&'static str, u64); 3],
+    flow: Vec<(&'static str, u64)>,
 }
 
 impl Device {
     /// Raw bytes through the last stage.
     fn done(&self) -> u64 {
-        let [.., (_, done)] = self.flow;
-        done
+        self.flow.last().map_or(0, |(_, done)| *done)
     }
 }
 
-/// Names of the three steps of a lane.
-fn step_names(phase: Option<Phase>) -> [&'static str; 3] {
+/// The steps of a lane in order of flow, each with the raw bytes that passed it. While an image is only read, nothing is copied, so that verifying is the last step.
+fn flow(phase: Option<Phase>, lane: &LaneMeter) -> Vec<(&'static str, u64)> {
+    let step = |name, counter: &AtomicU64| (name, counter.load(Ordering::Relaxed));
+    let fetched = step("fetched", &lane.fetched);
+    let copied = step("copied", &lane.copied);
     match phase {
-        Some(Phase::Read | Phase::Restore | Phase::Unlock) => ["fetched", "verified", "copied"],
-        _ => ["copied", "compressed", "landed"],
+        Some(Phase::Read) => vec![fetched, step("verified", &lane.coded)],
+        Some(Phase::Restore | Phase::Unlock) => {
+            vec![fetched, step("verified", &lane.coded), copied]
+        }
+        _ => vec![
+            copied,
+            step("compressed", &lane.coded),
+            step("uploaded", &lane.acknowledged),
+        ],
     }
 }
 
-/// Turns looks at the meter into snapshots; knows the past for rates.
+/// Turns looks at the meter into glances; knows the past for rates.
 #[derive(Debug)]
 struct Sampler {
     started: Instant,
@@ -210,28 +220,19 @@ impl Sampler {
         }
     }
 
-    /// A snapshot, and the phases entered since the last one.
-    fn sample(&mut self, view: &MeterView, now: Instant) -> (Snapshot, Vec<Phase>) {
+    /// A glance, and the phases entered since the last one.
+    fn sample(&mut self, view: &MeterView, now: Instant) -> (Glance, Vec<Phase>) {
         let phase = view.phase();
-        let names = step_names(phase);
-        let load = |counter: &std::sync::atomic::AtomicU64| {
-            counter.load(std::sync::atomic::Ordering::Relaxed)
-        };
         let devices: Vec<Device> = view
             .lanes
             .iter()
             .map(|lane| {
-                let [first, second, third] = names;
-                let flow = [
-                    (first, load(&lane.first)),
-                    (second, load(&lane.second)),
-                    (third, load(&lane.third)),
-                ];
+                let flow = flow(phase, lane);
                 Device {
                     device: lane.label.clone(),
                     total: lane.total,
-                    stored: load(&lane.stored),
-                    steps: flow.into_iter().collect(),
+                    stored: lane.stored.load(Ordering::Relaxed),
+                    steps: flow.iter().copied().collect(),
                     flow,
                 }
             })
@@ -246,7 +247,7 @@ impl Sampler {
             .to_vec();
         self.phases_seen = view.phases.len();
         let left = total.saturating_sub(done);
-        let snapshot = Snapshot {
+        let glance = Glance {
             event: "progress",
             phase,
             elapsed_seconds: rounded(now.duration_since(self.started).as_secs_f64()),
@@ -265,7 +266,7 @@ impl Sampler {
                 .map(|deadline| rounded(seconds_until(deadline, now))),
             devices,
         };
-        (snapshot, entered)
+        (glance, entered)
     }
 }
 
@@ -304,7 +305,7 @@ impl RateWindow {
 }
 
 trait View {
-    fn show(&mut self, snapshot: &Snapshot, entered: &[Phase], now: Instant);
+    fn show(&mut self, glance: &Glance, entered: &[Phase], now: Instant);
     fn end(&mut self);
 }
 
@@ -336,15 +337,15 @@ struct JsonLines {
 }
 
 impl View for JsonLines {
-    fn show(&mut self, snapshot: &Snapshot, entered: &[Phase], now: Instant) {
+    fn show(&mut self, glance: &Glance, entered: &[Phase], now: Instant) {
         for phase in entered {
             self.console.line(&format!(
                 "{{\"event\":\"phase\",\"phase\":\"{phase}\",\"elapsed_seconds\":{}}}",
-                snapshot.elapsed_seconds
+                glance.elapsed_seconds
             ));
         }
         if self.pace.is_due(now) || !entered.is_empty() {
-            self.print(snapshot);
+            self.print(glance);
         }
     }
 
@@ -352,8 +353,8 @@ impl View for JsonLines {
 }
 
 impl JsonLines {
-    fn print(&self, snapshot: &Snapshot) {
-        match serde_json::to_string(snapshot) {
+    fn print(&self, glance: &Glance) {
+        match serde_json::to_string(glance) {
             Ok(line) => self.console.line(&line),
             Err(error) => tracing::debug!("a progress line could not be written: {error}"),
         }
@@ -366,57 +367,56 @@ struct PlainLines {
 }
 
 impl View for PlainLines {
-    fn show(&mut self, snapshot: &Snapshot, entered: &[Phase], now: Instant) {
+    fn show(&mut self, glance: &Glance, entered: &[Phase], now: Instant) {
         for phase in entered {
             self.console
-                .line(&format!("{:>7.1}s {phase}", snapshot.elapsed_seconds));
+                .line(&format!("{:>7.1}s {phase}", glance.elapsed_seconds));
         }
         let moves = matches!(
-            snapshot.phase,
+            glance.phase,
             Some(Phase::Stream | Phase::Read | Phase::Restore)
         );
-        if moves && !snapshot.devices.is_empty() && self.pace.is_due(now) {
-            self.console.line(&plain_line(snapshot));
+        if moves && !glance.devices.is_empty() && self.pace.is_due(now) {
+            self.console.line(&plain_line(glance));
         }
     }
 
     fn end(&mut self) {}
 }
 
-fn plain_line(snapshot: &Snapshot) -> String {
-    let devices: Vec<String> = snapshot
+fn plain_line(glance: &Glance) -> String {
+    let devices: Vec<String> = glance
         .devices
         .iter()
         .map(|device| format!("{}: {}", device.device, steps(device)))
         .collect();
     format!(
         "{:>7.1}s {}; {}",
-        snapshot.elapsed_seconds,
+        glance.elapsed_seconds,
         devices.join("; "),
-        tail(snapshot)
+        tail(glance)
     )
 }
 
-/// `copied 43 %, compressed 41 %, landed 38 %`.
+/// `copied 43 %, compressed 41 %, uploaded 38 %`.
 fn steps(device: &Device) -> String {
-    device
-        .flow
-        .map(|(name, bytes)| format!("{name} {} %", percent(bytes, device.total)))
-        .join(", ")
+    let step = |(name, bytes): &(&str, u64)| format!("{name} {} %", percent(*bytes, device.total));
+    let steps: Vec<String> = device.flow.iter().map(step).collect();
+    steps.join(", ")
 }
 
 /// Rate, ETA, what is on the wire, retries, deadline: what concerns all GPUs together.
-fn tail(snapshot: &Snapshot) -> String {
-    let mut text = format!("{}/s", size(whole(snapshot.rate)));
-    if let Some(eta) = snapshot.eta_seconds {
+fn tail(glance: &Glance) -> String {
+    let mut text = format!("{}/s", size(whole(glance.rate)));
+    if let Some(eta) = glance.eta_seconds {
         text.push_str(&format!(", ETA {eta:.0} s"));
     }
-    if let Some(deadline) = snapshot.deadline_seconds {
+    if let Some(deadline) = glance.deadline_seconds {
         text.push_str(&format!(", deadline in {deadline:.0} s"));
     }
-    text.push_str(&format!(", {} in flight", snapshot.in_flight));
-    if snapshot.retries > 0 {
-        text.push_str(&format!(", {} retries", snapshot.retries));
+    text.push_str(&format!(", {} in flight", glance.in_flight));
+    if glance.retries > 0 {
+        text.push_str(&format!(", {} retries", glance.retries));
     }
     text
 }
@@ -488,9 +488,9 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 impl View for Bars {
-    fn show(&mut self, snapshot: &Snapshot, _entered: &[Phase], now: Instant) {
-        self.fit(&snapshot.devices);
-        for (lane, device) in self.lanes.iter_mut().zip(&snapshot.devices) {
+    fn show(&mut self, glance: &Glance, _entered: &[Phase], now: Instant) {
+        self.fit(&glance.devices);
+        for (lane, device) in self.lanes.iter_mut().zip(&glance.devices) {
             lane.bar.set_position(device.done().min(device.total));
             let rate = lane.window.add(device.done(), now);
             let left = device.total.saturating_sub(device.done());
@@ -502,17 +502,17 @@ impl View for Bars {
             lane.bar
                 .set_message(format!("{}, {}/s{eta}", steps(device), size(whole(rate))));
         }
-        let phase = snapshot
+        let phase = glance
             .phase
             .map_or_else(String::new, |phase| phase.to_string());
         self.summary.set_message(format!(
             "{phase:<10} {:.1} s, {}",
-            snapshot.elapsed_seconds,
-            tail(snapshot)
+            glance.elapsed_seconds,
+            tail(glance)
         ));
         self.summary.tick();
-        if !snapshot.devices.is_empty() {
-            self.last = Some(plain_line(snapshot));
+        if !glance.devices.is_empty() {
+            self.last = Some(plain_line(glance));
         }
     }
 
@@ -553,8 +553,6 @@ fn seconds_until(deadline: Instant, now: Instant) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::progress::LaneMeter;
-    use std::sync::atomic::Ordering;
 
     fn at(started: Instant, ms: u64) -> Instant {
         started + Duration::from_millis(ms)
@@ -574,15 +572,31 @@ mod tests {
             (&[Phase::Stream][..], None)
         );
         for second in 1..=4u64 {
-            lane.first.store(second * 150, Ordering::Relaxed);
-            lane.third.store(second * 100, Ordering::Relaxed);
-            let (snapshot, entered) = sampler.sample(&meter.view(), at(started, second * 1000));
+            lane.copied.store(second * 150, Ordering::Relaxed);
+            lane.acknowledged.store(second * 100, Ordering::Relaxed);
+            let (glance, entered) = sampler.sample(&meter.view(), at(started, second * 1000));
             assert!(entered.is_empty());
-            assert_eq!(snapshot.rate.round(), 100.0);
-            assert_eq!(snapshot.eta_seconds, Some(float(10 - second)));
+            assert_eq!(glance.rate.round(), 100.0);
+            assert_eq!(glance.eta_seconds, Some(float(10 - second)));
         }
         let (late, _) = sampler.sample(&meter.view(), at(started, 10_000));
         assert_eq!(late.deadline_seconds, Some(-1.0));
+    }
+
+    #[test]
+    fn reading_an_image_back_is_done_when_all_is_verified() {
+        let meter = Meter::new();
+        let lane = LaneMeter::new("GPU 0", 1000);
+        meter.enter(Phase::Read);
+        meter.announce(vec![lane.clone()]);
+        let started = Instant::now();
+        let mut sampler = Sampler::new(started, None);
+        let _before = sampler.sample(&meter.view(), started);
+        lane.fetched.store(1000, Ordering::Relaxed);
+        lane.coded.store(500, Ordering::Relaxed);
+        let (glance, _) = sampler.sample(&meter.view(), at(started, 1000));
+        assert_eq!(steps(&glance.devices[0]), "fetched 100 %, verified 50 %");
+        assert_eq!((glance.rate, glance.eta_seconds), (500.0, Some(1.0)));
     }
 
     #[test]
@@ -595,13 +609,17 @@ mod tests {
             serde_json::to_value(sampler.sample(&meter.view(), Instant::now()).0).expect("json");
         let device = &line["devices"][0];
         assert_eq!(
-            (&device["copied"], &device["compressed"], &device["landed"]),
+            (
+                &device["copied"],
+                &device["compressed"],
+                &device["uploaded"]
+            ),
             (&0.into(), &0.into(), &0.into())
         );
         meter.enter(Phase::Complete);
         meter.enter(Phase::Restore);
-        let (snapshot, entered) = sampler.sample(&meter.view(), Instant::now());
-        let line = serde_json::to_value(snapshot).expect("json");
+        let (glance, entered) = sampler.sample(&meter.view(), Instant::now());
+        let line = serde_json::to_value(glance).expect("json");
         let device = &line["devices"][0];
         assert!(
             device["fetched"].is_u64()

@@ -9,15 +9,15 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use super::images::{ImageListing, Inspection, JobListing};
-use super::units::{ratio, size, whole};
+use super::units::{size, sizes, whole};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds, StageOutcome};
 
 /// What a command did, or why it did not.
 #[derive(Debug, Serialize)]
 pub(super) struct RunReport {
-    /// The command as typed.
-    command: &'static str,
+    /// The command as typed; `None` when the command line was not understood.
+    command: Option<&'static str>,
     /// The same as `exit_code == 0`, in a word.
     result: Verdict,
     exit_code: u8,
@@ -89,31 +89,19 @@ pub(super) enum Done {
     Inspection(Box<Inspection>),
 }
 
-/// `{"prepare": 0.5, "lock": 0.01}`, in order; a phase that was entered twice is one sum.
+/// `{"prepare": 0.5, "lock": 0.01}`, in order.
 fn by_phase<S: Serializer>(seconds: &[PhaseSeconds], serializer: S) -> Result<S::Ok, S::Error> {
-    let sums = summed(seconds);
-    let mut map = serializer.serialize_map(Some(sums.len()))?;
-    for (phase, seconds) in sums {
-        map.serialize_entry(&phase, &seconds)?;
+    let mut map = serializer.serialize_map(Some(seconds.len()))?;
+    for entry in seconds {
+        map.serialize_entry(&entry.phase, &entry.seconds)?;
     }
     map.end()
-}
-
-fn summed(seconds: &[PhaseSeconds]) -> Vec<(Phase, f64)> {
-    let mut sums: Vec<(Phase, f64)> = Vec::new();
-    for entry in seconds {
-        match sums.iter_mut().find(|(phase, _)| *phase == entry.phase) {
-            Some((_, sum)) => *sum += entry.seconds,
-            None => sums.push((entry.phase, entry.seconds)),
-        }
-    }
-    sums
 }
 
 impl RunReport {
     /// The report of a command that did as asked.
     pub(super) fn done(command: &'static str, done: Done, elapsed_seconds: f64) -> Self {
-        let mut report = Self::empty(command, ExitCode::Ok, elapsed_seconds);
+        let mut report = Self::empty(Some(command), ExitCode::Ok, elapsed_seconds);
         report.body = match done {
             Done::Transfer(outcome) => {
                 report.phase = outcome.seconds.last().map(|entry| entry.phase);
@@ -150,7 +138,7 @@ impl RunReport {
 
     /// The report of a command that failed.
     pub(super) fn failed(
-        command: &'static str,
+        command: Option<&'static str>,
         failure: &Failure,
         job: Option<String>,
         elapsed_seconds: f64,
@@ -167,7 +155,7 @@ impl RunReport {
         }
     }
 
-    fn empty(command: &'static str, code: ExitCode, elapsed_seconds: f64) -> Self {
+    fn empty(command: Option<&'static str>, code: ExitCode, elapsed_seconds: f64) -> Self {
         Self {
             command,
             result: if code == ExitCode::Ok {
@@ -239,9 +227,11 @@ impl RunReport {
             .image
             .as_ref()
             .map_or_else(String::new, |image| format!(" (image {image})"));
+        let command = self
+            .command
+            .map_or_else(String::new, |command| format!("{command} "));
         let last = format!(
-            "ckptstream: {} failed{phase}, exit {} ({}){image}: {}; next: {advice}",
-            self.command,
+            "ckptstream: {command}failed{phase}, exit {} ({}){image}: {}; next: {advice}",
             self.exit_code,
             self.meaning,
             one_line(&self.cause.join(": "))
@@ -267,25 +257,11 @@ impl RunReport {
             "image",
             format!("{image} of job {job}, attempt {}", transfer.attempt),
         );
-        rows.add(
-            "bytes",
-            format!(
-                "{} raw, {} stored, ratio {}",
-                size(transfer.bytes.raw),
-                size(transfer.bytes.stored),
-                ratio(transfer.bytes.raw, transfer.bytes.stored)
-            ),
-        );
+        rows.add("bytes", sizes(transfer.bytes.raw, transfer.bytes.stored));
         for device in &transfer.devices {
             rows.add(
                 "",
-                format!(
-                    "{}  {} raw, {} stored, ratio {}",
-                    device.device,
-                    size(device.raw),
-                    size(device.stored),
-                    ratio(device.raw, device.stored)
-                ),
+                format!("{}  {}", device.device, sizes(device.raw, device.stored)),
             );
         }
         for target in &self.targets {
@@ -294,9 +270,10 @@ impl RunReport {
         if !self.targets.is_empty() {
             rows.add("locked", format!("{:.2} s", transfer.seconds_locked));
         }
-        let phases: Vec<String> = summed(&transfer.seconds)
-            .into_iter()
-            .map(|(phase, seconds)| format!("{phase} {seconds:.2} s"))
+        let phases: Vec<String> = transfer
+            .seconds
+            .iter()
+            .map(|entry| format!("{} {:.2} s", entry.phase, entry.seconds))
             .collect();
         rows.add(
             "phases",
@@ -387,11 +364,7 @@ mod tests {
                 },
                 PhaseSeconds {
                     phase: Phase::Stream,
-                    seconds: 1.0,
-                },
-                PhaseSeconds {
-                    phase: Phase::Stream,
-                    seconds: 0.5,
+                    seconds: 1.5,
                 },
             ],
             seconds_locked: 2.0,
@@ -458,7 +431,7 @@ mod tests {
             state: "running".to_owned(),
         });
         failure.attached.push("abort upload".to_owned());
-        let report = RunReport::failed("checkpoint", &failure, Some("j".to_owned()), 0.1);
+        let report = RunReport::failed(Some("checkpoint"), &failure, Some("j".to_owned()), 0.1);
         let lines = report.failure_lines(failure.code.advice());
         assert_eq!(lines.len(), 3);
         assert_eq!(

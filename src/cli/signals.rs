@@ -1,7 +1,7 @@
 //! SIGINT, SIGTERM and SIGHUP: the first one cancels, no one kills.
 //!
-//! A saver that dies after BEGIN takes the target with it, so none of them may end this process. Cancelling is a wish: before BEGIN the story
-//! rolls the target back; after it the story goes on, because there is no way back.
+//! What the driver does with the target of a saver that dies after BEGIN is not documented, so the target is as good as lost and none of them may end this
+//! process. Cancelling is a wish: before BEGIN the story rolls the target back; after it the story goes on, because there is no way back.
 
 use std::io;
 
@@ -9,11 +9,15 @@ use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// From now on these signals go to `cancel`.
+/// From now on these signals go to `cancel`. `effect` says what the first one does, for the log.
 ///
 /// # Errors
 /// The system refused a handler.
-pub(super) fn watch(runtime: &Runtime, cancel: &CancellationToken) -> io::Result<()> {
+pub(super) fn watch(
+    runtime: &Runtime,
+    cancel: &CancellationToken,
+    effect: &'static str,
+) -> io::Result<()> {
     let _inside = runtime.enter();
     // A terminal that is closed must not end a save either.
     for (name, kind) in [
@@ -28,7 +32,7 @@ pub(super) fn watch(runtime: &Runtime, cancel: &CancellationToken) -> io::Result
                 let said = if cancel.is_cancelled() {
                     "is noted already"
                 } else {
-                    "cancels; once the checkpoint has begun the work goes on to its end"
+                    effect
                 };
                 cancel.cancel();
                 tracing::warn!("{name} {said}");

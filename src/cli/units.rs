@@ -16,6 +16,13 @@ pub(super) fn ratio(raw: u64, stored: u64) -> String {
     }
 }
 
+/// Both sizes of an image or a part of it: `4.0 GiB raw, 2.0 GiB stored, ratio 2.00`.
+pub(super) fn sizes(raw: u64, stored: u64) -> String {
+    let (raw_size, stored_size) = (size(raw), size(stored));
+    let ratio = ratio(raw, stored);
+    format!("{raw_size} raw, {stored_size} stored, ratio {ratio}")
+}
+
 /// A count for arithmetic that may round: rates and shares, never offsets.
 #[expect(
     clippy::cast_precision_loss,

@@ -222,8 +222,8 @@ impl DriverError {
     }
 }
 
-/// Prints 13040 as `13.4`.
-struct ApiVersion(u32);
+/// A CUDA API version as `cuDriverGetVersion` answers it; prints 13040 as `13.4`.
+pub(crate) struct ApiVersion(pub(crate) u32);
 
 impl fmt::Display for ApiVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

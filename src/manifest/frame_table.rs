@@ -58,8 +58,6 @@ pub struct FrameEntry {
     pub offset: u64,
     /// Length in the object, in bytes.
     pub stored_len: u32,
-    /// Bytes from the extent's start to the chunk's.
-    pub raw_offset: u64,
     /// Length of the chunk in bytes.
     pub raw_len: u32,
     /// How the frame was made.
@@ -90,6 +88,96 @@ struct Columns<'a> {
     kinds: &'a str,
     #[serde(borrow)]
     digests: &'a str,
+}
+
+fn field(name: &str) -> String {
+    format!("frame table's {name}")
+}
+
+impl Columns<'_> {
+    /// The columns are of a kind that we know, and as long as the extent asks for.
+    fn verify_fit(&self, extent: &ExtentRecord) -> Result<(), ManifestError> {
+        for (name, found, known, text) in [
+            (
+                "digest_algorithm",
+                &self.digest_algorithm,
+                DIGEST_ALGORITHM,
+                "this version knows xxh3-128",
+            ),
+            ("codec", &self.codec, CODEC, "this version knows zstd"),
+        ] {
+            ensure(
+                found == known,
+                || field(name),
+                &format_args!("{found:?}"),
+                text,
+            )?;
+        }
+        for (name, found, expected) in [
+            ("raw_len", self.raw_len, extent.raw_len),
+            ("chunk_len", self.chunk_len, extent.chunk_len),
+        ] {
+            ensure(
+                found == expected,
+                || field(name),
+                &found,
+                "the manifest says another one",
+            )?;
+        }
+
+        let frame_count = extent.frame_count();
+        for (name, entry_len, len) in [
+            ("stored", 1, self.stored.len()),
+            ("kinds", 1, self.kinds.len()),
+            ("digests", Digest::TEXT_LEN as u64, self.digests.len()),
+        ] {
+            ensure(
+                frame_count.checked_mul(entry_len) == Some(len as u64),
+                || field(name),
+                &format_args!("{len} long"),
+                "it must have one entry for each chunk of the extent",
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Reads the columns' entries.
+    fn into_table(self) -> Result<FrameTable, ManifestError> {
+        let kinds = self
+            .kinds
+            .chars()
+            .map(kind_of)
+            .collect::<Option<Vec<_>>>()
+            .ok_or_else(|| {
+                rule(
+                    field("kinds"),
+                    &"unreadable",
+                    "it must be made of the letters z, r and c",
+                )
+            })?;
+        let digests = self
+            .digests
+            .as_bytes()
+            .chunks_exact(Digest::TEXT_LEN)
+            .map(|digits| std::str::from_utf8(digits).ok()?.parse().ok())
+            .collect::<Option<Vec<Digest>>>()
+            .ok_or_else(|| {
+                rule(
+                    field("digests"),
+                    &"unreadable",
+                    "it must be made of lower-case hex digits",
+                )
+            })?;
+
+        Ok(FrameTable {
+            raw_len: self.raw_len,
+            chunk_len: self.chunk_len,
+            filter: self.filter,
+            stored: self.stored,
+            kinds,
+            digests,
+        })
+    }
 }
 
 impl FrameTable {
@@ -170,7 +258,6 @@ impl FrameTable {
                 index,
                 offset,
                 stored_len: self.stored[at],
-                raw_offset: range.start,
                 raw_len: u32::try_from(range.end - range.start)
                     .expect("a chunk is at most 64 MiB long"),
                 kind: self.kinds[at],
@@ -274,7 +361,6 @@ impl FrameTable {
                 expected: record.digest,
             });
         }
-        let field = |name: &str| format!("frame table's {name}");
         ensure(
             bytes.len() as u64 == record.len,
             || field("length"),
@@ -283,81 +369,8 @@ impl FrameTable {
         )?;
         check_version(TABLE, bytes)?;
         let columns: Columns<'_> = parse(TABLE, bytes)?;
-        for (name, found, known, text) in [
-            (
-                "digest_algorithm",
-                &columns.digest_algorithm,
-                DIGEST_ALGORITHM,
-                "this version knows xxh3-128",
-            ),
-            ("codec", &columns.codec, CODEC, "this version knows zstd"),
-        ] {
-            ensure(
-                found == known,
-                || field(name),
-                &format_args!("{found:?}"),
-                text,
-            )?;
-        }
-        for (name, found, expected) in [
-            ("raw_len", columns.raw_len, extent.raw_len),
-            ("chunk_len", columns.chunk_len, extent.chunk_len),
-        ] {
-            ensure(
-                found == expected,
-                || field(name),
-                &found,
-                "the manifest says another one",
-            )?;
-        }
-
-        let frame_count = extent.frame_count();
-        for (name, entry_len, len) in [
-            ("stored", 1, columns.stored.len()),
-            ("kinds", 1, columns.kinds.len()),
-            ("digests", Digest::TEXT_LEN as u64, columns.digests.len()),
-        ] {
-            ensure(
-                frame_count.checked_mul(entry_len) == Some(len as u64),
-                || field(name),
-                &format_args!("{len} long"),
-                "it must have one entry for each chunk of the extent",
-            )?;
-        }
-        let kinds = columns
-            .kinds
-            .chars()
-            .map(kind_of)
-            .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| {
-                rule(
-                    field("kinds"),
-                    &"unreadable",
-                    "it must be made of the letters z, r and c",
-                )
-            })?;
-        let digests = columns
-            .digests
-            .as_bytes()
-            .chunks_exact(Digest::TEXT_LEN)
-            .map(|digits| std::str::from_utf8(digits).ok()?.parse().ok())
-            .collect::<Option<Vec<Digest>>>()
-            .ok_or_else(|| {
-                rule(
-                    field("digests"),
-                    &"unreadable",
-                    "it must be made of lower-case hex digits",
-                )
-            })?;
-
-        let table = FrameTable {
-            raw_len: columns.raw_len,
-            chunk_len: columns.chunk_len,
-            filter: columns.filter,
-            stored: columns.stored,
-            kinds,
-            digests,
-        };
+        columns.verify_fit(extent)?;
+        let table = columns.into_table()?;
         table.verify_lengths(extent)?;
         Ok(table)
     }

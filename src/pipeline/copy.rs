@@ -63,7 +63,7 @@ impl CopyLane<'_> {
             };
             self.gauge.busy(copied.len as u64, started.elapsed());
             self.meter
-                .first
+                .copied
                 .fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
             let index = copied.offset / self.chunk_len;
             let chunk = RawChunk {
@@ -119,7 +119,7 @@ impl CopyLane<'_> {
             if let Some(copied) = queue.wait_oldest()? {
                 self.gauge.busy(copied.len as u64, started.elapsed());
                 self.meter
-                    .third
+                    .copied
                     .fetch_add(copied.len as u64, std::sync::atomic::Ordering::Relaxed);
             }
         }

@@ -273,7 +273,7 @@ impl Decoding<'_> {
                     .decode(&mut decoder, lane, &job.frame, error, raw)?;
             }
             self.gauge.busy(len as u64, started.elapsed());
-            lane.meter.second.fetch_add(len as u64, Ordering::Relaxed);
+            lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
             if let Some(out) = outs.get(job.lane) {
                 let chunk = RawChunk {
                     lane: job.lane,
@@ -446,7 +446,7 @@ impl Fetcher {
                 let bytes = start..start + frame.stored_len as usize;
                 start = bytes.end;
                 lane_meter
-                    .first
+                    .fetched
                     .fetch_add(u64::from(frame.raw_len), Ordering::Relaxed);
                 let job = DecodeJob {
                     lane: index,

@@ -286,7 +286,7 @@ impl Compressors<'_> {
                 len,
             } = chunk;
             drop(buffer);
-            target.meter.second.fetch_add(len as u64, Ordering::Relaxed);
+            target.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
             let encoded_at = Instant::now();
             self.gauge.busy(len as u64, encoded_at - started);
             // Packing counts as work; waiting for the lane's packer, or in it for a part buffer, does not.

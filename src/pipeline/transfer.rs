@@ -117,7 +117,9 @@ impl Uploader {
         match done {
             Ok(Ok(part)) => {
                 let meter = &self.targets[part.lane].meter;
-                meter.third.fetch_add(part.raw_len, Ordering::Relaxed);
+                meter
+                    .acknowledged
+                    .fetch_add(part.raw_len, Ordering::Relaxed);
                 meter.stored.fetch_add(part.receipt.len, Ordering::Relaxed);
                 receipts[part.lane].push(part.receipt);
             }

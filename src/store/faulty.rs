@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
@@ -10,7 +11,7 @@ use futures::future::{BoxFuture, FutureExt};
 use super::memory::MemoryStore;
 use super::{
     Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, Store, StoreError,
-    UploadId,
+    UploadId, listing_name,
 };
 
 /// What happens instead of, or after, a call.
@@ -30,6 +31,8 @@ pub(crate) enum Fault {
     Short,
     /// Nothing is done and no answer ever comes.
     Stall,
+    /// Nothing is done; the answer is a passing fault that comes so late.
+    CutAfter(Duration),
 }
 
 /// Faults in front of a [`MemoryStore`].
@@ -125,6 +128,10 @@ impl Faulty {
                 call.await?;
                 Err(transient("the answer was lost"))
             }
+            Some(Fault::CutAfter(delay)) => {
+                tokio::time::sleep(delay).await;
+                Err(transient("cut on the way"))
+            }
             Some(Fault::Stall) => std::future::pending().await,
         }
     }
@@ -213,13 +220,18 @@ impl Store for Faulty {
     }
 
     fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>> {
-        self.call("list", prefix, self.inner.list(prefix), Err)
+        self.call("list", listing_name(prefix), self.inner.list(prefix), Err)
             .boxed()
     }
 
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        self.call("list_dirs", prefix, self.inner.list_dirs(prefix), Err)
-            .boxed()
+        self.call(
+            "list_dirs",
+            listing_name(prefix),
+            self.inner.list_dirs(prefix),
+            Err,
+        )
+        .boxed()
     }
 
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {

@@ -11,12 +11,17 @@ pub mod s3;
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use tokio_util::sync::CancellationToken;
 
-use crate::config::JobName;
+use self::retry::{RetryPolicy, Retrying};
+use self::s3::S3Store;
+use crate::config::{JobName, StoreConfig};
+use crate::progress::Meter;
 
 /// Least length of every part but the last, in bytes. S3 refuses to complete an upload with a shorter one.
 pub const PART_LEN_MIN: u64 = 5 * 1024 * 1024;
@@ -152,7 +157,7 @@ pub struct ObjectInfo {
     pub etag: Option<String>,
     /// CRC64NVME over the full object, when the store keeps one. Absent is neither a failure nor a proof.
     pub crc64: Option<u64>,
-    /// Age by the store's own clock (`Date` minus `Last-Modified` of one answer), when it gives both.
+    /// Age by the store's own clock (`Date` minus `Last-Modified` of one answer), when it gives both. For `gc`, which leaves alone what is young.
     pub age: Option<Duration>,
 }
 
@@ -183,7 +188,7 @@ pub enum StoreError {
     NotFound {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
     },
     /// The store refused; asking again gives the same answer.
@@ -191,7 +196,7 @@ pub enum StoreError {
     Refused {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
         /// The store's own code and message.
         code: String,
@@ -203,7 +208,7 @@ pub enum StoreError {
     SlowDown {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
         /// The store's own code.
         code: String,
@@ -213,7 +218,7 @@ pub enum StoreError {
     Transient {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
         /// What was seen.
         what: String,
@@ -226,7 +231,7 @@ pub enum StoreError {
     Mismatch {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
         /// What differs.
         what: String,
@@ -236,7 +241,7 @@ pub enum StoreError {
     GaveUp {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
         /// Attempts made.
         attempts: u32,
@@ -253,7 +258,7 @@ pub enum StoreError {
     Cancelled {
         /// The S3 verb.
         operation: &'static str,
-        /// Full key.
+        /// Key relative to the store's prefix; of a listing the prefix, or `/`.
         key: String,
     },
 }
@@ -279,6 +284,14 @@ impl fmt::Display for RetryLimit {
     }
 }
 
+/// How messages name the place of a listing: its prefix, or `/` for everything.
+fn listing_name(prefix: &str) -> &str {
+    match prefix {
+        "" => "/",
+        prefix => prefix,
+    }
+}
+
 impl StoreError {
     /// Asking again may help.
     pub fn is_retryable(&self) -> bool {
@@ -291,11 +304,6 @@ impl StoreError {
     /// The object or upload is not there.
     pub fn is_not_found(&self) -> bool {
         matches!(self, StoreError::NotFound { .. })
-    }
-
-    /// The caller cancelled.
-    pub fn is_cancelled(&self) -> bool {
-        matches!(self, StoreError::Cancelled { .. })
     }
 
     /// What is there was read, and is not what was stored; or it is not there.
@@ -318,8 +326,43 @@ impl StoreError {
     }
 }
 
+/// The configured store behind its retries. `cancel` ends its calls, `meter` counts what is tried again.
+///
+/// # Errors
+/// Those of [`S3Store::connect`]; no request is made to the store itself.
+pub async fn open(
+    config: &StoreConfig,
+    cancel: CancellationToken,
+    meter: Arc<Meter>,
+) -> Result<Retrying<S3Store>, StoreError> {
+    let inner = Arc::new(S3Store::connect(config).await?);
+    let policy = RetryPolicy::new(config.retry_timeout);
+    Ok(Retrying::new(inner, policy, cancel, meter))
+}
+
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
 /// have taken effect, exactly like [`StoreError::Transient`].
+///
+/// [`Store::list`] and [`Store::delete`] are for the clean-up commands, `gc` and `prune`; nothing else lists objects or deletes any.
+///
+/// ```
+/// use bytes::Bytes;
+/// use ckptstream::store::memory::MemoryStore;
+/// use ckptstream::store::{Key, PutOutcome, Store};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = MemoryStore::new();
+/// let key = Key::new("train/log/00000001.json")?;
+/// let entry = Bytes::from_static(b"{}");
+/// assert_eq!(store.put_if_absent(&key, entry.clone()).await?, PutOutcome::Created);
+/// // What stands there first stays.
+/// let again = store.put_if_absent(&key, Bytes::from_static(b"other")).await?;
+/// assert_eq!(again, PutOutcome::AlreadyExists);
+/// assert_eq!(store.get(&key, 1024).await?, Some(entry));
+/// # Ok(())
+/// # }
+/// ```
 pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Opens a multipart upload under a key that nobody has used before. Nothing is visible under the key until it is completed.
     fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>>;

@@ -3,8 +3,12 @@
 //! In: calls of [`Store`]. Out: the inner store's answers, after as many attempts as it takes. What can fail: what the inner store refuses, and
 //! [`StoreError::GaveUp`] when `store.retry_timeout` or the deadline ends the attempts, [`StoreError::Cancelled`] when the caller does.
 //!
-//! Pauses double from 100 ms to 5 s, with jitter. The timeout bounds when a new attempt may start, not how long one may run: a slow part that still
-//! moves is the inner store's business (`store.stall_timeout`). The deadline and the token also cut an attempt under way.
+//! Pauses double from 100 ms to 5 s, with jitter. The timeout counts from the first failure, and bounds when a new attempt may start, not how long one may run:
+//! a slow part that still moves is the inner store's business (`store.stall_timeout`), and one that is cut after a long way is owed another attempt. The
+//! deadline and the token also cut an attempt under way.
+//!
+//! Time alone ends the attempts, there is no limit on their number: the pauses already bound it (120 s leave room for about 40 attempts), and a store that is back
+//! within the time that the user allows must find us still there, whether it refused quickly or slowly.
 //!
 //! A write whose answer was lost may have taken effect. Parts and beginnings are simply sent again: a part replaces itself, and an upload id that nobody
 //! knows is found by `gc`. [`Store::put_if_absent`] and [`Store::complete_upload`] look at what stands there before they decide.
@@ -22,14 +26,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RetryLimit, Store,
-    StoreError, UploadId,
+    StoreError, UploadId, listing_name,
 };
 use crate::progress::Meter;
 
 /// How patient a [`Retrying`] store is.
 #[derive(Debug, Clone, Copy)]
 pub struct RetryPolicy {
-    /// How long one operation is tried, attempts and pauses together (`store.retry_timeout`).
+    /// How long after an operation's first failure a new attempt may start (`store.retry_timeout`).
     pub timeout: Duration,
     /// Pause after the first failed attempt; each further one doubles it.
     pub pause_first: Duration,
@@ -101,6 +105,17 @@ impl<S: Store + ?Sized> Retrying<S> {
         self.deadline.send_replace(Some(deadline));
     }
 
+    /// The same store, as patient and with the same deadline so far, whose calls another token ends.
+    pub fn with_cancel(&self, cancel: CancellationToken) -> Self {
+        Self {
+            policy: self.policy,
+            deadline: watch::Sender::new(*self.deadline.borrow()),
+            cancel,
+            meter: Arc::clone(&self.meter),
+            inner: Arc::clone(&self.inner),
+        }
+    }
+
     fn attempts<'a>(&'a self, operation: &'static str, key: &'a str) -> Attempts<'a> {
         Attempts {
             policy: &self.policy,
@@ -110,6 +125,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             operation,
             key,
             started: Instant::now(),
+            failing_since: None,
             count: 0,
             unsettled: false,
             last: None,
@@ -242,6 +258,8 @@ struct Attempts<'a> {
     operation: &'static str,
     key: &'a str,
     started: Instant,
+    /// When the first attempt failed.
+    failing_since: Option<Instant>,
     count: u32,
     /// An attempt failed in a way that leaves open whether it took effect.
     unsettled: bool,
@@ -270,10 +288,19 @@ impl Attempts<'_> {
                 Err(self.gave_up(RetryLimit::Deadline, error))
             }
             RunEnd::Answer(result) => {
+                if result.is_err() {
+                    self.failing_since.get_or_insert_with(Instant::now);
+                }
                 self.unsettled |= result.as_ref().is_err_and(StoreError::is_retryable);
                 result
             }
         }
+    }
+
+    /// How long it has been failing.
+    fn failing_for(&self) -> Duration {
+        self.failing_since
+            .map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Waits before the next attempt, or says why there is none.
@@ -282,7 +309,7 @@ impl Attempts<'_> {
             return Err(self.end(error));
         }
         let pause = self.policy.pause(self.count);
-        if self.started.elapsed() + pause >= self.policy.timeout {
+        if self.failing_for() + pause >= self.policy.timeout {
             return Err(self.gave_up(RetryLimit::Timeout(self.policy.timeout), error));
         }
         self.wait(pause, error).await
@@ -291,7 +318,7 @@ impl Attempts<'_> {
     /// Waits for an object that must be there; `error` says what was seen instead.
     async fn wait_for_object(&mut self, error: StoreError) -> Result<(), StoreError> {
         let pause = self.policy.pause(self.count);
-        if self.started.elapsed() + pause >= self.policy.absence_patience {
+        if self.failing_for() + pause >= self.policy.absence_patience {
             return Err(error);
         }
         self.wait(pause, error).await
@@ -458,13 +485,17 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
     }
 
     fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>> {
-        self.again("ListObjectsV2", prefix, || self.inner.list(prefix))
-            .boxed()
+        self.again("ListObjectsV2", listing_name(prefix), || {
+            self.inner.list(prefix)
+        })
+        .boxed()
     }
 
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
-        self.again("ListObjectsV2", prefix, || self.inner.list_dirs(prefix))
-            .boxed()
+        self.again("ListObjectsV2", listing_name(prefix), || {
+            self.inner.list_dirs(prefix)
+        })
+        .boxed()
     }
 
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
@@ -778,6 +809,19 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_slow_attempt_that_is_cut_gets_another() {
+        let policy = RetryPolicy {
+            timeout: Duration::from_millis(200),
+            ..policy()
+        };
+        let slow = Duration::from_millis(400);
+        let faulty = Faulty::new().fail("put_part", 1..2, Fault::CutAfter(slow));
+        let (store, inner) = patient_with(faulty, policy);
+        upload(&store, "abc").await.unwrap();
+        assert_eq!(inner.calls("put_part"), 2);
+    }
+
+    #[tokio::test]
     async fn the_timeout_ends_it_and_says_so() {
         let policy = RetryPolicy {
             timeout: Duration::from_millis(50),
@@ -842,9 +886,23 @@ mod tests {
             }
             cancel.cancel();
             let error = call.await.unwrap().unwrap_err();
-            assert!(error.is_cancelled(), "{error:?}");
+            assert!(matches!(error, StoreError::Cancelled { .. }), "{error:?}");
             assert_eq!(inner.calls("head"), 1);
         }
+    }
+
+    #[tokio::test]
+    async fn another_token_is_not_ended_by_the_first() {
+        let (store, _) = patient(Faulty::new());
+        let other = store.with_cancel(CancellationToken::new());
+        store.cancel.cancel();
+        assert!(store.head(&key()).await.is_err());
+        assert_eq!(other.head(&key()).await.unwrap(), None);
+        // A deadline that is set beforehand holds for both.
+        store.set_deadline(Instant::now());
+        let late = store.with_cancel(CancellationToken::new());
+        assert!(late.head(&key()).await.is_err());
+        assert!(other.head(&key()).await.is_ok());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::process::Command;
 
 use crate::support::Ckptstream;
-use crate::support::scene::{Scene, Watched, assert_failed, told, until};
+use crate::support::scene::{Scene, Watched, assert_failed, cause, told, until};
 
 /// Codes of the header, and two that no header has.
 const CODES: [u32; 11] = [1, 2, 3, 201, 304, 401, 600, 801, 802, 999, 12345];
@@ -549,7 +549,13 @@ fn a_signal_before_begin_rolls_back_and_after_it_changes_nothing() {
             running.until_phase(phase);
             running.signal(signal);
             let run = running.wait();
-            assert_failed(&what, &run, 10, phase, &["stopped by a signal"]);
+            assert_failed(&what, &run, 10, phase, &[]);
+            // Or cancelled in the middle of a request, when it came that early.
+            let why = cause(&run);
+            assert!(
+                why.contains("stopped by a signal") || why.contains("cancelled"),
+                "{what}: {why}"
+            );
             assert_eq!(saver.calls("cuCheckpointProcessLock"), lock_calls, "{what}");
             assert_eq!(
                 saver.calls("cuCheckpointProcessUnlock"),
@@ -589,9 +595,9 @@ fn a_signal_gives_a_restore_up_before_the_driver_is_asked_and_not_after() {
     let mut fresh = scene.fresh();
     let args = format!("restore --pid {} --into-fresh", fresh.pid());
 
-    // No byte arrives, so that nothing waits for the driver yet.
+    // Behind the two seek tables no byte arrives, so that nothing waits for the driver yet.
     scene.server.set_rules(&serde_json::json!([
-        {"op": "GetObject", "key_contains": ".zst", "always": true, "action": {"delay_before_ms": 3000}},
+        {"op": "GetObject", "key_contains": ".zst", "from": 3, "action": {"delay_before_ms": 3000}},
     ]));
     let saver = scene.saver("job", "");
     let running = Watched::start(&saver.cli, &args);

@@ -16,6 +16,8 @@ mod golden;
 mod memory;
 /// The order of events, as the driver and the store see it.
 mod order;
+/// Who may have what.
+mod ownership;
 /// Saved and put back: every byte of every shape of memory.
 mod roundtrip;
 /// The promises of a store, against every kind of store that there is.

@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::S3Server;
 use crate::support::s3_server::{BUCKET, has_credentials, in_environment};
+use crate::support::scene::{Scene, assert_failed};
 
 fn key(text: &str) -> Key {
     Key::new(text).unwrap()
@@ -638,6 +639,43 @@ async fn refusals_are_final_and_say_what_helps() {
     assert_eq!(meter.view().retries, 0);
 }
 
+/// The chain of an error that took several attempts names one key throughout, and tells the store's words once.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_chain_of_errors_tells_each_thing_once() {
+    if !has_credentials("store_contract::a_chain_of_errors_tells_each_thing_once") {
+        return;
+    }
+    let server = lenient(&[]);
+    let policy = RetryPolicy {
+        pause_first: Duration::from_millis(5),
+        ..RetryPolicy::new(Duration::from_millis(50))
+    };
+    let inner = Arc::new(connect(&server).await);
+    let store = Retrying::new(inner, policy, CancellationToken::new(), Meter::new());
+    let action = json!({"status": 500, "code": "InternalError", "message": "we are sorry"});
+    server.set_rules(&json!([{"op": "*", "always": true, "action": action}]));
+    let head = async { store.get(&key("job/object"), 10).await.map(drop) }.await;
+    let list = async { store.list("job/").await.map(drop) }.await;
+    let whole = async { store.list_dirs("").await.map(drop) }.await;
+    for (result, start) in [
+        (head, "GetObject job/object: "),
+        (list, "ListObjectsV2 job/: "),
+        (whole, "ListObjectsV2 /: "),
+    ] {
+        let chain = ckptstream::error::chain(&result.unwrap_err());
+        assert!(
+            chain.iter().all(|text| text.starts_with(start)),
+            "{chain:?}"
+        );
+        let whole = chain.join(": ");
+        assert_eq!(whole.matches("we are sorry").count(), 1, "{whole}");
+        assert!(
+            !whole.contains('{') && !whole.contains("unhandled"),
+            "{whole}"
+        );
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn only_the_stores_own_word_proves_absence() {
     if !has_credentials("store_contract::only_the_stores_own_word_proves_absence") {
@@ -680,6 +718,10 @@ async fn requests_carry_what_they_must_and_nothing_else() {
     let with = json!({"op": "*", "header": {"name": checksum}, "always": true, "action": refuse});
     let without =
         json!({"op": bodies, "without_header": checksum, "always": true, "action": refuse});
+    let md5 = "content-md5";
+    let with_md5 = json!({"op": "*", "header": {"name": md5}, "always": true, "action": refuse});
+    let without_md5 =
+        json!({"op": bodies, "without_header": md5, "always": true, "action": refuse});
     let payload = "x-amz-content-sha256";
     let unsigned = json!({"op": bodies, "header": {"name": payload, "contains": "UNSIGNED"}, "always": true, "action": refuse});
     let plain = config(&server.endpoint, "plain");
@@ -692,15 +734,22 @@ async fn requests_carry_what_they_must_and_nothing_else() {
         ..config(&server.endpoint, "signed")
     };
     for (config, rules) in [
-        (&plain, vec![without.clone()]),
-        (&no_checksum, vec![with.clone()]),
+        (&plain, vec![without.clone(), with_md5.clone()]),
+        // Content-MD5 in its place: every store knows it, and buckets with Object Lock take no part without either.
+        (&no_checksum, vec![with.clone(), without_md5.clone()]),
         (&signed, vec![without.clone(), unsigned.clone()]),
     ] {
         server.set_rules(&json!([&unwanted[..], &rules].concat()));
         every_request(&S3Store::connect(config).await.unwrap(), "it").await;
     }
     // The rules do bite.
-    for (config, rule) in [(&plain, with), (&no_checksum, without), (&plain, unsigned)] {
+    for (config, rule) in [
+        (&plain, with),
+        (&no_checksum, without),
+        (&plain, unsigned),
+        (&plain, without_md5),
+        (&no_checksum, with_md5),
+    ] {
         server.set_rules(&json!([rule]));
         let store = S3Store::connect(config).await.unwrap();
         assert!(
@@ -764,9 +813,22 @@ async fn a_stall_ends_and_a_slow_line_does_not() {
         .await
         .unwrap();
 
+    // A frame table: two seconds of bytes, under a flat limit of one and a half.
+    let slow = S3Store::connect(&short_limits(Duration::from_millis(1500)))
+        .await
+        .unwrap();
+    let table = long.slice(..16 << 20);
+    let put = slow.put_if_absent(&key("table"), table.clone()).await;
+    assert_eq!(put.unwrap(), PutOutcome::Created);
+
     let store = S3Store::connect(&short_limits(Duration::from_millis(400)))
         .await
         .unwrap();
+    server.set_rules(&json!([
+        {"op": "PutObject", "always": true, "action": {"wire": "stall-after", "bytes": 1000}}
+    ]));
+    let put = store.put_if_absent(&key("another table"), table).await;
+    transient(put.map(drop), "no byte moved for 400ms");
     let id = store.begin_upload(&key("stalled")).await.unwrap();
     let put = || async {
         store
@@ -882,4 +944,43 @@ async fn a_host_that_is_not_known_points_at_path_style() {
         error.to_string().contains("store.path_style = true"),
         "{error}"
     );
+}
+
+/// A store that keeps no checksum is asked for the bytes: what it damaged is never committed, and what the line damaged is sent again.
+#[test]
+fn a_save_is_proved_by_what_the_store_gives_back() {
+    let no_checksum = "checksum = \"none\"\n";
+    let hidden = json!({"op": "HeadObject", "always": true, "action": {"headers": {"x-amz-checksum-crc64nvme": ""}}});
+    let part = |action| json!({"op": "UploadPart", "nth": 1, "action": action});
+    let on_the_line = part(json!({"wire": "flip-bit", "of": "request", "bytes": 1000}));
+    let in_the_store = part(json!({"wire": "flip-stored-bit", "bytes": 1000}));
+    let on_the_way_back = json!({"op": "GetObject", "key_contains": ".zst", "nth": 1, "action": {"wire": "flip-bit", "bytes": 1000}});
+    for (name, config, rules, is_saved) in [
+        ("none-line", no_checksum, vec![on_the_line], true),
+        ("none-store", no_checksum, vec![in_the_store.clone()], false),
+        ("none-back", no_checksum, vec![on_the_way_back], true),
+        (
+            "hidden-store",
+            "",
+            vec![hidden.clone(), in_the_store],
+            false,
+        ),
+        ("hidden", "", vec![hidden], true),
+    ] {
+        let scene = Scene::new(&[]);
+        let mut target = scene.target();
+        target.wait_for("step 2 ");
+        scene.server.set_rules(&json!(rules));
+        let saver = scene.saver_with(name, "", config);
+        let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+        scene.server.set_rules(&json!([]));
+        if is_saved {
+            assert_eq!(run.code, 0, "{name}: {run:?}");
+            assert_eq!(scene.images(name), [1], "{name}");
+            saver.cli.ok("verify");
+        } else {
+            assert_failed(name, &run, 12, "land", &["has CRC64NVME"]);
+            assert!(scene.images(name).is_empty(), "{name}");
+        }
+    }
 }

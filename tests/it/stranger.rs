@@ -1,4 +1,5 @@
-//! Our objects through other people's tools: a stock zstd, a stock S3 client, and a reader of zstd's seekable format that knows nothing of us.
+//! Our objects through other people's tools, a stock zstd and a stock S3 client, and through a reader of zstd's seekable format. That reader is our own Python, below:
+//! it shares no code with the product and knows nothing of an image but the published format, yet it is no proof that somebody else's reader agrees.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
