@@ -18,6 +18,7 @@ use bytesize::ByteSize;
 use ckptstream::codec::{Decoder, Encoder, Level};
 use ckptstream::config::{PartChecksum, StoreConfig};
 use ckptstream::driver::{BufferPool, CopyQueue, DeviceMemory, Driver};
+use ckptstream::manifest::FrameTable;
 use ckptstream::pipeline::{
     Destination, LoadLane, LoadResources, SaveLane, SaveResources, Saved, load, save,
 };
@@ -152,6 +153,7 @@ impl Run {
             queue: CopyQueue::prepare(&self.driver, self.args.gpu, plan.ring_chunks)?,
             extent: self.memory.extent(),
             ring,
+            table: FrameTable::new(self.len(), plan.chunk_len),
             key,
             upload,
             meter: LaneMeter::new("GPU", self.len()),
@@ -219,7 +221,7 @@ impl Run {
         let lanes = [LoadLane {
             key: lane.key,
             etag: None,
-            frames: lane.table.entries().collect(),
+            table: &lane.table,
             raw_len: self.len(),
             chunk_len,
             ring: BufferPool::new(

@@ -45,7 +45,8 @@ const LARGE_GPU_BYTES: u64 = 32 << 30;
 const RING_CHUNKS_MAX: usize = 8;
 /// Two: one is copied while the other is compressed.
 const RING_CHUNKS_MIN: usize = 2;
-/// Memory of one frame in a table while it is encoded or read: 21 bytes as columns, at most 42 as JSON, and some slack for a column that grows while it is read.
+/// Memory of one frame in a table. Most is needed while it is encoded or read: 21 bytes as columns (stored length 4, kind 1, digest 16), at most 42 as JSON, and slack for a column that
+/// grows while it is read. While it is loaded it is the columns and at most one [`FetchGroup`] of 32 bytes: 53.
 const TABLE_BYTES_PER_FRAME: u64 = 80;
 /// Default bytes of one ranged read.
 const FETCH_LEN_DEFAULT: u64 = 16 * MIB;

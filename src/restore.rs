@@ -134,19 +134,19 @@ pub(crate) fn bring_back(
 }
 
 /// Everything that a transfer to GPUs needs, in hand before the driver is asked.
-struct Transfer {
+struct Transfer<'a> {
     /// The present GPU of each lane.
     gpus: Vec<usize>,
-    lanes: Vec<LoadLane>,
+    lanes: Vec<LoadLane<'a>>,
     queues: Vec<CopyQueue>,
     resources: LoadResources,
 }
 
-impl Transfer {
+impl<'a> Transfer<'a> {
     fn prepare(
         session: &Session,
         driver: &Arc<Driver>,
-        image: &Image,
+        image: &'a Image,
         pairs: &[(GpuUuid, GpuUuid)],
         point: &PointOfNoReturn,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
@@ -447,7 +447,7 @@ fn destinations(
 fn match_extents(
     extents: &[Extent],
     gpus: &[usize],
-    lanes: &[LoadLane],
+    lanes: &[LoadLane<'_>],
 ) -> Result<Vec<Extent>, PipelineError> {
     let mismatch = |what: String| PipelineError::Extents { what };
     if extents.len() != lanes.len() {
@@ -471,7 +471,7 @@ fn match_extents(
                 extent.len, extent.uuid, lane.key, lane.raw_len
             )));
         }
-        Ok(*extent)
+        Ok(extent.clone())
     });
     matched.collect()
 }

@@ -10,6 +10,7 @@ use super::attempt::Attempt;
 use crate::codec::Encoder;
 use crate::driver::{BufferPool, CheckpointingProcess, CopyQueue, Driver};
 use crate::error::{Failure, Phase};
+use crate::manifest::FrameTable;
 use crate::pipeline::{SaveLane, SaveResources};
 use crate::plan::{SavePlan, SaveSettings, plan_save};
 use crate::progress::LaneMeter;
@@ -45,6 +46,8 @@ pub(super) struct Memory {
     plan: SavePlan,
     rings: Vec<BufferPool>,
     queues: Vec<CopyQueue>,
+    /// With room for each GPU's whole memory.
+    tables: Vec<FrameTable>,
     encoders: Vec<Encoder>,
     frame_buffers: BufferPool,
     part_buffers: BufferPool,
@@ -59,7 +62,8 @@ impl Memory {
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut rings = Vec::new();
         let mut queues = Vec::new();
-        for device in 0..driver.devices().len() {
+        let mut tables = Vec::new();
+        for (device, gpu) in driver.devices().iter().enumerate() {
             session.check_cancelled()?;
             rings.push(BufferPool::new(
                 plan.ring_chunks,
@@ -67,6 +71,7 @@ impl Memory {
                 Some(driver),
             )?);
             queues.push(CopyQueue::prepare(driver, device, plan.ring_chunks)?);
+            tables.push(FrameTable::new(gpu.memory_len, plan.chunk_len));
         }
         let mut encoders = Vec::new();
         for _ in 0..plan.threads {
@@ -80,6 +85,7 @@ impl Memory {
             plan,
             rings,
             queues,
+            tables,
             encoders,
             frame_buffers,
             part_buffers,
@@ -98,8 +104,8 @@ impl Memory {
         begun: &CheckpointingProcess,
         attempt: &Attempt,
     ) -> (Vec<SaveLane>, SaveResources) {
-        let mut per_device: Vec<Option<(BufferPool, CopyQueue)>> =
-            self.rings.into_iter().zip(self.queues).map(Some).collect();
+        let per_device = self.rings.into_iter().zip(self.queues).zip(self.tables);
+        let mut per_device: Vec<_> = per_device.map(Some).collect();
         let mut lanes = Vec::new();
         for extent in begun.extents() {
             let taken = per_device.get_mut(extent.device).and_then(Option::take);
@@ -107,14 +113,15 @@ impl Memory {
                 .uploads
                 .iter()
                 .find(|open| open.device == extent.device);
-            let (Some((ring, queue)), Some(open)) = (taken, open) else {
+            let (Some(((ring, queue), table)), Some(open)) = (taken, open) else {
                 unreachable!("the driver layer gives at most one extent for each of its devices");
             };
             let meter = LaneMeter::new(format!("GPU {}", extent.device), extent.len);
             lanes.push(SaveLane {
                 queue,
-                extent: *extent,
+                extent: extent.clone(),
                 ring,
+                table,
                 key: open.key.clone(),
                 upload: open.upload.clone(),
                 meter,

@@ -1,9 +1,10 @@
 //! Copies between an extent and pinned buffers: asynchronous, in order, on the one stream that the driver gave for that GPU.
 //!
-//! In: a buffer and an offset. Out: the same buffer, once the copy has really happened. What can fail: any call; then the stream is synchronized before a buffer is
-//! freed, and a buffer whose copy may still run is leaked rather than reused.
+//! In: a buffer and an offset. Out: the same buffer, once the copy has really happened. What can fail: any call. After a failure nothing is known about the copies, so the queue is
+//! good for nothing more: every later call answers that first error, and the buffers stay with the queue. When it is dropped, the stream is synchronized before a buffer
+//! goes back, and a buffer whose copy may still run is leaked rather than reused.
 //!
-//! A queue belongs to one OS thread. Its events are made before the target is locked; from BEGIN on it only enqueues and waits.
+//! A queue belongs to one OS thread. Its events are made before the target is locked; from BEGIN on it only enqueues and waits. A bound queue keeps the extent mapped.
 
 use std::collections::VecDeque;
 use std::ffi::c_uint;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
+use super::process::Mapping;
 use super::{Driver, DriverError, Extent, PoolBuf};
 
 /// CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiting sleeps, and nothing is timed.
@@ -26,6 +28,13 @@ pub struct CopyQueue {
     spare_events: Vec<Event>,
     under_way: VecDeque<UnderWay>,
     bound: Option<Extent>,
+    failed: Option<DriverError>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Direction {
+    Out,
+    In,
 }
 
 /// A copy that has happened.
@@ -64,6 +73,7 @@ impl CopyQueue {
             spare_events: Vec::with_capacity(depth),
             under_way: VecDeque::with_capacity(depth),
             bound: None,
+            failed: None,
         };
         for _ in 0..depth {
             let mut event: CUevent = std::ptr::null_mut();
@@ -76,31 +86,27 @@ impl CopyQueue {
         Ok(queue)
     }
 
-    /// Index of the GPU in [`Driver::devices`].
-    pub fn device(&self) -> usize {
-        self.device
-    }
-
     /// Binds the queue to the extent that it copies from or to, and the calling thread to the GPU's context.
     ///
     /// # Errors
     /// [`DriverError::Call`] when the context cannot be made current.
     ///
     /// # Panics
-    /// When the extent is on another GPU than the queue was prepared for.
+    /// When the extent is on another GPU than the queue was prepared for, or copies of another extent are under way.
     pub fn bind(&mut self, extent: Extent) -> Result<(), DriverError> {
         assert_eq!(
             extent.device, self.device,
             "a copy queue is bound to an extent of its own GPU"
         );
-        self.driver.make_current(self.device)?;
+        assert!(
+            self.is_empty(),
+            "a copy queue is bound while nothing is under way"
+        );
+        self.usable()?;
+        let current = self.driver.make_current(self.device);
+        self.settle(current)?;
         self.bound = Some(extent);
         Ok(())
-    }
-
-    /// Copies under way.
-    pub fn len(&self) -> usize {
-        self.under_way.len()
     }
 
     /// Whether no copy is under way.
@@ -119,27 +125,14 @@ impl CopyQueue {
     /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
     ///
     /// # Panics
-    /// When there is no room, the range is outside the extent, or `len` is longer than the buffer.
+    /// When the queue is not bound or has no room, the range is outside the extent, or `len` is longer than the buffer.
     pub fn copy_out(
         &mut self,
         buffer: PoolBuf,
         offset: u64,
         len: usize,
     ) -> Result<(), DriverError> {
-        let (source, stream) = self.checked_range(&buffer, offset, len);
-        let target = buffer.as_device_visible();
-        // SAFETY: the target is `len` bytes of a buffer that this queue owns until the copy's event has happened; the source is inside the mapped extent.
-        let code = unsafe { (self.driver.api.memcpy_dtoh_async)(target, source, len, stream) };
-        self.enqueued(
-            "cuMemcpyDtoHAsync",
-            code,
-            Copied {
-                buffer,
-                offset,
-                len,
-            },
-            stream,
-        )
+        self.enqueue(Direction::Out, buffer, offset, len)
     }
 
     /// Enqueues a copy of the first `len` bytes of `buffer` to `offset` of the extent, and returns at once.
@@ -150,20 +143,7 @@ impl CopyQueue {
     /// # Panics
     /// As [`CopyQueue::copy_out`].
     pub fn copy_in(&mut self, buffer: PoolBuf, offset: u64, len: usize) -> Result<(), DriverError> {
-        let (target, stream) = self.checked_range(&buffer, offset, len);
-        let source = buffer.as_device_visible();
-        // SAFETY: the source is `len` bytes of a buffer that this queue owns until the copy's event has happened; the target is inside the mapped extent.
-        let code = unsafe { (self.driver.api.memcpy_htod_async)(target, source, len, stream) };
-        self.enqueued(
-            "cuMemcpyHtoDAsync",
-            code,
-            Copied {
-                buffer,
-                offset,
-                len,
-            },
-            stream,
-        )
+        self.enqueue(Direction::In, buffer, offset, len)
     }
 
     /// Waits for the oldest copy. `None` when none is under way.
@@ -171,13 +151,15 @@ impl CopyQueue {
     /// # Errors
     /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
     pub fn wait_oldest(&mut self) -> Result<Option<Copied>, DriverError> {
+        self.usable()?;
         let Some(oldest) = self.under_way.front() else {
             return Ok(None);
         };
-        // SAFETY: the event is ours and was recorded behind the copy.
-        self.driver.check("cuEventSynchronize", unsafe {
+        // SAFETY: the event is ours and was recorded behind the copy: a queue that could not record one is not usable.
+        let waited = self.driver.check("cuEventSynchronize", unsafe {
             (self.driver.api.event_synchronize)(oldest.event.0)
-        })?;
+        });
+        self.settle(waited)?;
         let done = self.under_way.pop_front();
         Ok(done.map(|done| {
             self.spare_events.push(done.event);
@@ -190,12 +172,19 @@ impl CopyQueue {
     /// # Errors
     /// [`DriverError::Call`] of any copy that went wrong on the stream.
     pub fn finish(&mut self) -> Result<(), DriverError> {
-        let Some(extent) = self.bound else {
+        self.usable()?;
+        let drained = self.drain();
+        self.settle(drained)
+    }
+
+    /// Synchronizes the stream, whatever went wrong before: even a copy without an event has happened then.
+    fn drain(&mut self) -> Result<(), DriverError> {
+        let Some(extent) = &self.bound else {
             return Ok(());
         };
-        // SAFETY: the stream came from the driver for this operation, which is not complete while a queue is bound.
+        // SAFETY: the stream is alive as long as the extent is, which we hold.
         self.driver.check("cuStreamSynchronize", unsafe {
-            (self.driver.api.stream_synchronize)(extent.stream)
+            (self.driver.api.stream_synchronize)(extent.mapping.stream)
         })?;
         while let Some(done) = self.under_way.pop_front() {
             self.spare_events.push(done.event);
@@ -203,12 +192,25 @@ impl CopyQueue {
         Ok(())
     }
 
+    /// # Errors
+    /// The error that made the queue good for nothing.
+    fn usable(&self) -> Result<(), DriverError> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Remembers the first error.
+    fn settle(&mut self, outcome: Result<(), DriverError>) -> Result<(), DriverError> {
+        if let Err(error) = &outcome {
+            self.failed.get_or_insert_with(|| error.clone());
+        }
+        outcome
+    }
+
     fn checked_range(&self, buffer: &PoolBuf, offset: u64, len: usize) -> (CUdeviceptr, CUstream) {
-        let extent = self.bound.expect("a copy queue is bound before it copies");
-        assert!(
-            self.has_room(),
-            "more copies under way than the queue was prepared for"
-        );
+        let extent = self.bound.as_ref();
+        let mapping = &extent
+            .expect("a copy queue is bound before it copies")
+            .mapping;
         assert!(
             len <= buffer.len(),
             "a copy of {len} bytes does not fit a buffer of {}",
@@ -216,31 +218,54 @@ impl CopyQueue {
         );
         let end = offset.checked_add(len as u64);
         assert!(
-            end.is_some_and(|end| end <= extent.len),
+            end.is_some_and(|end| end <= mapping.len),
             "a copy of {len} bytes at {offset} leaves the extent of {}",
-            extent.len
+            mapping.len
         );
-        (extent.base + offset, extent.stream)
+        (mapping.base + offset, mapping.stream)
     }
 
-    fn enqueued(
+    fn enqueue(
         &mut self,
-        call: &'static str,
-        code: super::sys::RawResult,
-        copied: Copied,
-        stream: CUstream,
+        direction: Direction,
+        buffer: PoolBuf,
+        offset: u64,
+        len: usize,
     ) -> Result<(), DriverError> {
-        let Some(event) = self.spare_events.pop() else {
-            unreachable!("checked_range saw a spare event");
+        self.usable()?;
+        let (device, stream) = self.checked_range(&buffer, offset, len);
+        let event = self
+            .spare_events
+            .pop()
+            .expect("no more copies under way than the queue was prepared for");
+        let (host, raw_event) = (buffer.as_device_visible(), event.0);
+        // Owned by the queue from here on, whatever the driver answers: the copy may run.
+        self.under_way.push_back(UnderWay {
+            event,
+            copied: Copied {
+                buffer,
+                offset,
+                len,
+            },
+        });
+        let api = &self.driver.api;
+        let (call, code) = match direction {
+            // SAFETY: the target is `len` bytes of a buffer that this queue owns until the copy has happened; the source is inside the extent, which is mapped while we hold it.
+            Direction::Out => ("cuMemcpyDtoHAsync", unsafe {
+                (api.memcpy_dtoh_async)(host, device, len, stream)
+            }),
+            // SAFETY: as above, with source and target exchanged.
+            Direction::In => ("cuMemcpyHtoDAsync", unsafe {
+                (api.memcpy_htod_async)(device, host, len, stream)
+            }),
         };
-        // Owned by the queue from here on, whatever the driver answered: the copy may run.
-        let raw_event = event.0;
-        self.under_way.push_back(UnderWay { event, copied });
-        self.driver.check(call, code)?;
-        // SAFETY: event and stream are valid and of the same context.
-        self.driver.check("cuEventRecord", unsafe {
-            (self.driver.api.event_record)(raw_event, stream)
-        })
+        let enqueued = self.driver.check(call, code).and_then(|()| {
+            // SAFETY: event and stream are valid and of the same context.
+            self.driver.check("cuEventRecord", unsafe {
+                (self.driver.api.event_record)(raw_event, stream)
+            })
+        });
+        self.settle(enqueued)
     }
 }
 
@@ -250,7 +275,7 @@ impl Drop for CopyQueue {
             if self.under_way.is_empty() {
                 Ok(())
             } else {
-                self.finish()
+                self.drain()
             }
         });
         if let Err(error) = drained {
@@ -264,12 +289,25 @@ impl Drop for CopyQueue {
     }
 }
 
-/// GPU memory of our own, for benches and checks of the copy path: an [`Extent`] without a target.
+/// GPU memory of our own, for benches and checks of the copy path: an [`Extent`] without a target. It is freed once this and every clone of the extent are dropped.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    driver: Arc<Driver>,
     extent: Extent,
 }
+
+/// An allocation and its stream.
+#[derive(Debug)]
+struct Allocation {
+    driver: Arc<Driver>,
+    device: usize,
+    base: CUdeviceptr,
+    stream: CUstream,
+}
+
+// SAFETY: base and stream are handles into the driver, which synchronizes their use; they are only read, and freed once by the one who drops this.
+unsafe impl Send for Allocation {}
+// SAFETY: as above.
+unsafe impl Sync for Allocation {}
 
 impl DeviceMemory {
     /// Allocates `len` bytes (at least 1) on a GPU, with a stream of its own. The content is not set.
@@ -293,34 +331,112 @@ impl DeviceMemory {
             let _reported_by_the_first_error = unsafe { (driver.api.mem_free)(base) };
             return Err(error);
         }
-        let uuid = driver.devices()[device].uuid;
-        Ok(Self {
+        let owner = Allocation {
             driver: Arc::clone(driver),
+            device,
+            base,
+            stream,
+        };
+        Ok(Self {
             extent: Extent {
                 device,
-                uuid,
+                uuid: driver.devices()[device].uuid,
                 len: len as u64,
-                base,
-                stream,
+                mapping: Mapping {
+                    base,
+                    len: len as u64,
+                    stream,
+                    _owner: Arc::new(owner),
+                },
             },
         })
     }
 
-    /// The memory as an extent. Copies of it must be finished before this is dropped.
+    /// The memory as an extent.
     pub fn extent(&self) -> Extent {
-        self.extent
+        self.extent.clone()
     }
 }
 
-impl Drop for DeviceMemory {
+impl Drop for Allocation {
     fn drop(&mut self) {
-        if self.driver.make_current(self.extent.device).is_ok() {
-            // SAFETY: stream and memory are ours; synchronizing first ends every copy that a queue may have left.
+        if self.driver.make_current(self.device).is_ok() {
+            // SAFETY: stream and memory are ours, and no extent of them is left; synchronizing first ends every copy that a queue may have left.
             unsafe {
-                (self.driver.api.stream_synchronize)(self.extent.stream);
-                (self.driver.api.stream_destroy)(self.extent.stream);
-                (self.driver.api.mem_free)(self.extent.base);
+                (self.driver.api.stream_synchronize)(self.stream);
+                (self.driver.api.stream_destroy)(self.stream);
+                (self.driver.api.mem_free)(self.base);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{BufferPool, fake};
+
+    fn bound(driver: &Arc<Driver>) -> (CopyQueue, Extent) {
+        let memory = DeviceMemory::allocate(driver, 0, 64).unwrap();
+        let mut queue = CopyQueue::prepare(driver, 0, 2).unwrap();
+        queue.bind(memory.extent()).unwrap();
+        (queue, memory.extent())
+    }
+
+    fn code(error: &DriverError) -> u32 {
+        error.code().unwrap().0
+    }
+
+    #[test]
+    fn a_buffer_whose_copy_has_no_event_is_not_given_out() {
+        let driver = fake::driver();
+        let pool = BufferPool::new(2, 64, None).unwrap();
+        let (mut queue, _extent) = bound(&driver);
+        queue.copy_out(pool.try_acquire().unwrap(), 0, 64).unwrap();
+        fake::answer("cuEventRecord", 999);
+        let refused = queue.copy_out(pool.try_acquire().unwrap(), 0, 64);
+        assert_eq!(code(&refused.unwrap_err()), 999);
+        fake::answer("cuEventRecord", 0);
+        // A caller that ignores the error learns nothing but the error.
+        assert_eq!(code(&queue.wait_oldest().unwrap_err()), 999);
+        assert_eq!(code(&queue.finish().unwrap_err()), 999);
+        assert_eq!(fake::calls("cuEventSynchronize"), 0);
+        assert_eq!(pool.free_count(), 0);
+        drop(queue);
+        assert_eq!(fake::calls("cuStreamSynchronize"), 1);
+        assert_eq!(pool.free_count(), 2);
+    }
+
+    #[test]
+    fn buffers_stay_away_when_the_stream_cannot_be_synchronized() {
+        let driver = fake::driver();
+        let pool = BufferPool::new(1, 64, None).unwrap();
+        let (mut queue, _extent) = bound(&driver);
+        queue.copy_in(pool.try_acquire().unwrap(), 0, 64).unwrap();
+        fake::answer("cuStreamSynchronize", 700);
+        assert_eq!(code(&queue.finish().unwrap_err()), 700);
+        drop(queue);
+        assert_eq!(pool.free_count(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "nothing is under way")]
+    fn binding_anew_under_a_copy_is_a_defect() {
+        let driver = fake::driver();
+        let pool = BufferPool::new(1, 64, None).unwrap();
+        let (mut queue, extent) = bound(&driver);
+        queue.copy_out(pool.try_acquire().unwrap(), 0, 64).unwrap();
+        let _panics = queue.bind(extent);
+    }
+
+    #[test]
+    fn memory_is_freed_behind_the_last_extent() {
+        let driver = fake::driver();
+        let (queue, extent) = bound(&driver);
+        drop(extent);
+        assert_eq!(fake::calls("cuMemFree"), 0);
+        drop(queue);
+        assert_eq!(fake::calls("cuMemFree"), 1);
+        assert_eq!(fake::calls("cuStreamDestroy"), 1);
     }
 }

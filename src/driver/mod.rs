@@ -12,6 +12,8 @@
 )]
 
 mod copy;
+#[cfg(test)]
+mod fake;
 mod pinned;
 mod process;
 mod sys;
@@ -36,14 +38,10 @@ pub struct DriverCode(pub u32);
 impl DriverCode {
     /// CUDA_ERROR_INVALID_VALUE.
     pub const INVALID_VALUE: Self = Self(1);
-    /// CUDA_ERROR_OUT_OF_MEMORY.
-    pub const OUT_OF_MEMORY: Self = Self(2);
     /// CUDA_ERROR_NOT_INITIALIZED.
     pub const NOT_INITIALIZED: Self = Self(3);
     /// CUDA_ERROR_NO_DEVICE.
     pub const NO_DEVICE: Self = Self(100);
-    /// CUDA_ERROR_INVALID_CONTEXT.
-    pub const INVALID_CONTEXT: Self = Self(201);
     /// CUDA_ERROR_OPERATING_SYSTEM.
     pub const OPERATING_SYSTEM: Self = Self(304);
     /// CUDA_ERROR_NOT_READY: here, the lock ran into its timeout.
@@ -172,7 +170,35 @@ pub enum DriverError {
         /// What the step needs.
         needed: ProcessState,
     },
-    /// Host memory for the pinned ring was not to be had.
+    /// A step needs a primary context that nobody retained: a defect of ours, not an answer of the driver.
+    #[error("the primary context of GPU {device} was not retained; this is a defect of ckptstream")]
+    NoContext {
+        /// Index of the GPU in [`Driver::devices`].
+        device: usize,
+    },
+    /// The driver answered success to the begin of an operation, and gave nothing to work with.
+    #[error("{call} answered success, but gave no custom storage info")]
+    NoInfo {
+        /// The entry point.
+        call: &'static str,
+    },
+    /// An operation was to be completed while somebody could still copy from or to its memory: a defect of ours.
+    #[error(
+        "the memory of process {pid} is still in use by a copy queue, so the operation is not completed; this is a defect of ckptstream"
+    )]
+    ExtentsInUse {
+        /// The target.
+        pid: u32,
+    },
+    /// Host memory for buffers was not to be had.
+    #[error(
+        "cannot allocate {len} bytes of host memory; lower pipeline.memory_budget, or raise the address space and cgroup limits (ulimit -v, memory.max)"
+    )]
+    HostMemory {
+        /// Length of the buffers together, in bytes.
+        len: usize,
+    },
+    /// Host memory for the pinned ring was not to be pinned.
     #[error(
         "cannot pin {len} bytes of host memory; lower pipeline.memory_budget, or raise the memlock limit (ulimit -l) and the cgroup's memory limit"
     )]
@@ -413,11 +439,7 @@ impl Driver {
             .get(device)
             .copied()
             .flatten()
-            .ok_or_else(|| DriverError::Call {
-                call: "cuCtxSetCurrent",
-                code: DriverCode::INVALID_CONTEXT,
-                name: "primary context not retained".to_owned(),
-            })
+            .ok_or(DriverError::NoContext { device })
     }
 
     /// The device whose retained context this is.

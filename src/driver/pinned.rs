@@ -70,7 +70,7 @@ impl BufferPool {
     /// A pool of `count` buffers of `buffer_len` bytes (both at least 1), touched, and pinned with `driver` when one is given (device 0's context must be retained).
     ///
     /// # Errors
-    /// [`DriverError::Pin`] when the memory cannot be had or cannot be pinned.
+    /// [`DriverError::HostMemory`] when the memory cannot be had, [`DriverError::Pin`] when it cannot be pinned.
     pub fn new(
         count: usize,
         buffer_len: usize,
@@ -149,7 +149,8 @@ impl BufferPool {
     }
 
     /// Buffers that are in the pool now.
-    pub fn free_count(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn free_count(&self) -> usize {
         self.inner.lock().indices.len()
     }
 }
@@ -203,14 +204,7 @@ impl Drop for PoolBuf {
 
 impl Region {
     fn new(len: usize, driver: Option<&Arc<Driver>>) -> Result<Self, DriverError> {
-        let no_memory = || DriverError::Pin {
-            len,
-            source: Box::new(DriverError::Call {
-                call: "malloc",
-                code: super::DriverCode::OUT_OF_MEMORY,
-                name: "host memory".to_owned(),
-            }),
-        };
+        let no_memory = || DriverError::HostMemory { len };
         let layout = Layout::from_size_align(len, REGION_ALIGN)
             .ok()
             .ok_or_else(no_memory)?;
@@ -291,6 +285,13 @@ mod tests {
         }
         drop(taken);
         assert_eq!(pool.free_count(), 3);
+    }
+
+    #[test]
+    fn memory_that_is_not_to_be_had_is_no_answer_of_the_driver() {
+        let error = BufferPool::new(usize::MAX, 2, None).unwrap_err();
+        assert!(matches!(error, DriverError::HostMemory { len: usize::MAX }));
+        assert_eq!(error.code(), None);
     }
 
     #[test]

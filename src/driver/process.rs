@@ -10,6 +10,7 @@
 //! A [`LockedProcess`] that is dropped unlocks (`?`, panic and Ctrl-C included); from BEGIN on no guard acts, because the driver has no way back.
 
 use std::ffi::c_uint;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,7 +42,7 @@ pub struct LockedProcess {
 pub struct CheckpointingProcess {
     driver: Arc<Driver>,
     pid: u32,
-    handle: OperationHandle,
+    operation: Arc<Operation>,
     extents: Vec<Extent>,
 }
 
@@ -57,12 +58,13 @@ pub struct CheckpointedProcess {
 pub struct RestoringProcess {
     driver: Arc<Driver>,
     pid: u32,
-    handle: OperationHandle,
+    operation: Arc<Operation>,
     extents: Vec<Extent>,
 }
 
-/// One contiguous device range given by the driver, all of one GPU's memory of the target.
-#[derive(Debug, Clone, Copy)]
+/// One contiguous device range given by the driver, all of one GPU's memory of the target. As long as a clone of it lives, so do the range and its stream: the operation that
+/// gave it is not completed, memory of our own is not freed.
+#[derive(Debug, Clone)]
 pub struct Extent {
     /// Index of the GPU in [`Driver::devices`].
     pub device: usize,
@@ -70,22 +72,33 @@ pub struct Extent {
     pub uuid: GpuUuid,
     /// Length in bytes, never 0.
     pub len: u64,
-    pub(super) base: CUdeviceptr,
-    pub(super) stream: CUstream,
+    pub(super) mapping: Mapping,
 }
 
-// SAFETY: base and stream are handles into the driver, which synchronizes their use by any thread that has made the context current.
-unsafe impl Send for Extent {}
-// SAFETY: as above; an Extent is never written through.
-unsafe impl Sync for Extent {}
+/// The range itself. Nobody outside this layer can make or change one, so what is inside it is device memory that may be copied.
+#[derive(Debug, Clone)]
+pub(super) struct Mapping {
+    pub(super) base: CUdeviceptr,
+    /// Length in bytes; what [`Extent::len`] was when the driver gave it.
+    pub(super) len: u64,
+    pub(super) stream: CUstream,
+    /// What base and stream belong to; both are valid while this is held.
+    pub(super) _owner: Arc<dyn fmt::Debug + Send + Sync>,
+}
 
+// SAFETY: base and stream are handles into the driver, which synchronizes their use by any thread that has made the context current; the owner is Send.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; a Mapping is never written through, and the owner is Sync.
+unsafe impl Sync for Mapping {}
+
+/// An operation that has begun. Its process and its extents share it; it is completed by the last of them, which can only be the process.
 #[derive(Debug)]
-struct OperationHandle(CUcheckpointOperationHandle);
+struct Operation(CUcheckpointOperationHandle);
 
 // SAFETY: the handle is opaque and used once, by whichever thread completes the operation.
-unsafe impl Send for OperationHandle {}
+unsafe impl Send for Operation {}
 // SAFETY: a shared reference gives no way to use it.
-unsafe impl Sync for OperationHandle {}
+unsafe impl Sync for Operation {}
 
 /// BEGIN was refused. What that left of the target was looked up.
 #[derive(Debug, thiserror::Error)]
@@ -157,10 +170,10 @@ impl LockedProcess {
     pub fn begin_checkpoint(mut self) -> Result<CheckpointingProcess, Box<BeginError>> {
         self.guard = false;
         match self.map_out() {
-            Ok((handle, extents)) => Ok(CheckpointingProcess {
+            Ok((operation, extents)) => Ok(CheckpointingProcess {
                 driver: Arc::clone(&self.driver),
                 pid: self.pid,
-                handle,
+                operation,
                 extents,
             }),
             Err(source) => {
@@ -205,7 +218,7 @@ impl LockedProcess {
         })
     }
 
-    fn map_out(&self) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
+    fn map_out(&self) -> Result<(Arc<Operation>, Vec<Extent>), DriverError> {
         let checkpoint = self
             .driver
             .api
@@ -218,11 +231,12 @@ impl LockedProcess {
             customStorageInfo_out: &raw mut info,
             reserved: [0; 56],
         };
+        let call = "cuCheckpointProcessCheckpoint";
         // SAFETY: the argument struct and the pointer that it holds are valid for the call; reserved bytes are zero.
-        self.driver.check("cuCheckpointProcessCheckpoint", unsafe {
+        self.driver.check(call, unsafe {
             checkpoint(raw_pid(self.pid), &raw mut args)
         })?;
-        read_extents(&self.driver, info)
+        read_extents(&self.driver, call, info)
     }
 }
 
@@ -248,10 +262,11 @@ impl CheckpointingProcess {
     /// Complete: the target's GPU memory is released. From now on only the image has the bytes.
     ///
     /// # Errors
-    /// Whatever the driver answers (the handle is spent all the same), or [`DriverError::WrongState`] when the target is not
-    /// CHECKPOINTED afterwards.
+    /// [`DriverError::ExtentsInUse`] while a clone of an extent lives; whatever the driver answers (the handle is spent all the same), or
+    /// [`DriverError::WrongState`] when the target is not CHECKPOINTED afterwards.
     pub fn complete(self) -> Result<CheckpointedProcess, DriverError> {
-        complete_operation(&self.driver, &self.handle)?;
+        drop(self.extents);
+        complete_operation(&self.driver, self.pid, self.operation)?;
         CheckpointedProcess::attach(&self.driver, self.pid)
     }
 }
@@ -304,15 +319,15 @@ impl CheckpointedProcess {
             customStorageInfo_out: &raw mut info,
             reserved: [0; 40],
         };
+        let call = "cuCheckpointProcessRestore";
         // SAFETY: the argument struct, the pairs and the out pointer are valid for the call; padding and reserved bytes are zero.
-        self.driver.check("cuCheckpointProcessRestore", unsafe {
-            restore(raw_pid(self.pid), &raw mut args)
-        })?;
-        let (handle, extents) = read_extents(&self.driver, info)?;
+        let code = unsafe { restore(raw_pid(self.pid), &raw mut args) };
+        self.driver.check(call, code)?;
+        let (operation, extents) = read_extents(&self.driver, call, info)?;
         Ok(RestoringProcess {
             driver: self.driver,
             pid: self.pid,
-            handle,
+            operation,
             extents,
         })
     }
@@ -327,9 +342,10 @@ impl RestoringProcess {
     /// Complete: the memory becomes the target's. Only to be called once every chunk was copied and the streams synchronized without an error.
     ///
     /// # Errors
-    /// Whatever the driver answers (the handle is spent all the same), or [`DriverError::WrongState`] when the target is not LOCKED afterwards.
+    /// As [`CheckpointingProcess::complete`]; afterwards the target must be LOCKED.
     pub fn complete(self) -> Result<LockedProcess, DriverError> {
-        complete_operation(&self.driver, &self.handle)?;
+        drop(self.extents);
+        complete_operation(&self.driver, self.pid, self.operation)?;
         expect_state(&self.driver, self.pid, ProcessState::Locked)?;
         Ok(LockedProcess {
             driver: self.driver,
@@ -348,33 +364,36 @@ fn expect_state(driver: &Driver, pid: u32, needed: ProcessState) -> Result<(), D
     }
 }
 
-fn complete_operation(driver: &Driver, handle: &OperationHandle) -> Result<(), DriverError> {
+fn complete_operation(
+    driver: &Driver,
+    pid: u32,
+    operation: Arc<Operation>,
+) -> Result<(), DriverError> {
     let complete = driver
         .api
         .operation_complete
         .ok_or(DriverError::LibraryTooOld {
             missing: "cuCheckpointOperationComplete",
         })?;
-    // SAFETY: the handle came from the driver for this operation, in this process; the callers consume the operation, so it is used once.
+    // The mapping and its streams end with the operation, so nobody else may hold an extent any more.
+    let operation = Arc::into_inner(operation).ok_or(DriverError::ExtentsInUse { pid })?;
+    // SAFETY: the handle came from the driver for this operation, in this process; the operation is consumed, so it is used once.
     driver.check("cuCheckpointOperationComplete", unsafe {
-        complete(handle.0)
+        complete(operation.0)
     })
 }
 
 /// Copies what we need out of the struct that the driver allocated, and finds each extent's GPU from its stream: the driver gives no order.
 fn read_extents(
     driver: &Driver,
+    call: &'static str,
     info: *const CUcheckpointCustomStorageInfo,
-) -> Result<(OperationHandle, Vec<Extent>), DriverError> {
+) -> Result<(Arc<Operation>, Vec<Extent>), DriverError> {
     // SAFETY: after success the driver has stored a pointer to a struct of its own, valid until the operation completes.
     let Some(info) = (unsafe { info.as_ref() }) else {
-        let name = "success, but no custom storage info".to_owned();
-        return Err(DriverError::Call {
-            call: "cuCheckpointProcessCheckpoint",
-            code: super::DriverCode(0),
-            name,
-        });
+        return Err(DriverError::NoInfo { call });
     };
+    let operation = Arc::new(Operation(info.handle));
     let count = info.deviceCount as usize;
     let mut extents = Vec::with_capacity(count);
     for index in 0..count {
@@ -397,8 +416,12 @@ fn read_extents(
             device,
             uuid,
             len,
-            base: entry.devPtr,
-            stream: entry.stream,
+            mapping: Mapping {
+                base: entry.devPtr,
+                len,
+                stream: entry.stream,
+                _owner: Arc::clone(&operation) as Arc<_>,
+            },
         });
     }
     extents.sort_by_key(|extent| extent.device);
@@ -410,5 +433,50 @@ fn read_extents(
             device: pair[0].uuid,
         });
     }
-    Ok((OperationHandle(info.handle), extents))
+    Ok((operation, extents))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{CopyQueue, fake};
+
+    #[test]
+    fn an_operation_is_not_completed_while_a_queue_may_copy_from_it() {
+        let driver = fake::driver();
+        let begin = || {
+            let operation = Arc::new(Operation(std::ptr::null_mut()));
+            let mapping = Mapping {
+                base: 4096,
+                len: 64,
+                stream: std::ptr::null_mut(),
+                _owner: Arc::clone(&operation) as Arc<_>,
+            };
+            let extent = Extent {
+                device: 0,
+                uuid: driver.devices()[0].uuid,
+                len: 64,
+                mapping,
+            };
+            CheckpointingProcess {
+                driver: Arc::clone(&driver),
+                pid: 7,
+                operation,
+                extents: vec![extent],
+            }
+        };
+        let process = begin();
+        let mut queue = CopyQueue::prepare(&driver, 0, 1).unwrap();
+        queue.bind(process.extents()[0].clone()).unwrap();
+        let refused = process.complete().unwrap_err();
+        assert!(matches!(refused, DriverError::ExtentsInUse { pid: 7 }));
+        assert_eq!(fake::calls("cuCheckpointOperationComplete"), 0);
+
+        let process = begin();
+        let mut queue = CopyQueue::prepare(&driver, 0, 1).unwrap();
+        queue.bind(process.extents()[0].clone()).unwrap();
+        drop(queue);
+        process.complete().unwrap();
+        assert_eq!(fake::calls("cuCheckpointOperationComplete"), 1);
+    }
 }

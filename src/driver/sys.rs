@@ -12,7 +12,7 @@ use cudarc::driver::sys::{
     self, CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo,
     CUcheckpointCustomStoragePerDeviceData, CUcheckpointGpuPair, CUcheckpointLockArgs,
     CUcheckpointOperationHandle, CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUcontext,
-    CUdevice, CUdeviceptr, CUevent, CUstream, CUuuid,
+    CUdevice, CUdeviceptr, CUevent, CUprocessState, CUstream, CUuuid,
 };
 
 use super::DriverError;
@@ -31,18 +31,22 @@ pub(super) const CUSTOM_STORAGE_VERSION: c_int = 13_040;
 const _: () = {
     assert!(size_of::<CUcheckpointLockArgs>() == 64);
     assert!(offset_of!(CUcheckpointLockArgs, timeoutMs) == 0);
+    assert!(offset_of!(CUcheckpointLockArgs, reserved0) == 4);
     assert!(offset_of!(CUcheckpointLockArgs, reserved1) == 8);
     assert!(size_of::<CUcheckpointCheckpointArgs>() == 64);
     assert!(offset_of!(CUcheckpointCheckpointArgs, customStorageInfo_out) == 0);
     assert!(offset_of!(CUcheckpointCheckpointArgs, reserved) == 8);
     assert!(size_of::<CUcheckpointGpuPair>() == 32);
+    assert!(offset_of!(CUcheckpointGpuPair, oldUuid) == 0);
     assert!(offset_of!(CUcheckpointGpuPair, newUuid) == 16);
     assert!(size_of::<CUcheckpointRestoreArgs>() == 64);
     assert!(offset_of!(CUcheckpointRestoreArgs, gpuPairs) == 0);
     assert!(offset_of!(CUcheckpointRestoreArgs, gpuPairsCount) == 8);
+    assert!(offset_of!(CUcheckpointRestoreArgs, padding0) == 12);
     assert!(offset_of!(CUcheckpointRestoreArgs, customStorageInfo_out) == 16);
     assert!(offset_of!(CUcheckpointRestoreArgs, reserved) == 24);
     assert!(size_of::<CUcheckpointUnlockArgs>() == 64);
+    assert!(offset_of!(CUcheckpointUnlockArgs, reserved) == 0);
     assert!(size_of::<CUcheckpointCustomStorageInfo>() == 24);
     assert!(align_of::<CUcheckpointCustomStorageInfo>() == 8);
     assert!(offset_of!(CUcheckpointCustomStorageInfo, handle) == 0);
@@ -52,11 +56,12 @@ const _: () = {
     assert!(offset_of!(CUcheckpointCustomStoragePerDeviceData, devPtr) == 0);
     assert!(offset_of!(CUcheckpointCustomStoragePerDeviceData, size) == 8);
     assert!(offset_of!(CUcheckpointCustomStoragePerDeviceData, stream) == 16);
+    assert!(size_of::<CUprocessState>() == size_of::<c_uint>());
     assert!(size_of::<CUuuid>() == 16);
     assert!(size_of::<CUdeviceptr>() == 8);
 };
 
-type GetProcAddress =
+pub(super) type GetProcAddress =
     unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_uint) -> RawResult;
 
 macro_rules! api {
@@ -74,7 +79,8 @@ macro_rules! api {
         }
 
         impl Api {
-            fn resolve(get: GetProcAddress) -> Result<Self, DriverError> {
+            /// Every entry point that `get` knows.
+            pub(super) fn resolve(get: GetProcAddress) -> Result<Self, DriverError> {
                 Ok(Self {
                     $( $core: {
                         let found = lookup(get, $core_name, &[CORE_VERSION]).ok_or(DriverError::LibraryTooOld { missing: name($core_name) })?;

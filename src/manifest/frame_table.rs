@@ -198,6 +198,12 @@ impl FrameTable {
         }
     }
 
+    /// The table, still without frames, for an extent of another length. It keeps the room it has, so a table for a GPU's whole memory serves any extent of that GPU.
+    #[must_use]
+    pub fn for_extent(self, raw_len: u64) -> Self {
+        Self { raw_len, ..self }
+    }
+
     /// Adds the next frame.
     pub fn push(&mut self, stored_len: u32, kind: FrameKind, digest: Digest) {
         self.stored.push(stored_len);
@@ -232,9 +238,20 @@ impl FrameTable {
 
     /// Every frame in order.
     pub fn entries(&self) -> impl ExactSizeIterator<Item = FrameEntry> {
+        self.entries_from(0..self.frame_count(), 0)
+    }
+
+    /// These frames in order, the first of which is at `offset` of the object, as a [`FetchGroup`](crate::plan::FetchGroup) says.
+    ///
+    /// # Panics
+    /// The iterator does, at a frame that the table does not have.
+    pub fn entries_from(
+        &self,
+        frames: Range<usize>,
+        mut offset: u64,
+    ) -> impl ExactSizeIterator<Item = FrameEntry> {
         let chunks = self.chunks();
-        let mut offset = 0;
-        (0..self.frame_count()).map(move |at| {
+        frames.map(move |at| {
             let index = at as u64;
             let range = chunks.range(index);
             let entry = FrameEntry {

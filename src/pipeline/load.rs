@@ -6,19 +6,21 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::Scope;
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use tokio::task::{JoinError, JoinSet};
 
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
 use super::gauge::{Gauge, Wire, settle};
-use super::save::{ChunkSender, spawn};
+use super::stage::spawn;
 use super::transfer::task_panicked;
 use crate::codec::{Decoder, FrameError};
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
-use crate::manifest::FrameEntry;
+use crate::manifest::{FrameEntry, FrameTable};
 use crate::outcome::StageOutcome;
 use crate::plan::{Chunks, FetchGroup, fetch_groups};
 use crate::progress::{LaneMeter, Meter};
@@ -26,13 +28,13 @@ use crate::store::{Key, Store};
 
 /// One object and the extent that it becomes.
 #[derive(Debug)]
-pub struct LoadLane {
+pub struct LoadLane<'a> {
     /// Key of the object.
     pub key: Key,
     /// The store's tag for it when it was looked at: every range must still have it.
     pub etag: Option<String>,
-    /// Its frames, in order, as the verified frame table has them.
-    pub frames: Vec<FrameEntry>,
+    /// Its frames: the verified table.
+    pub table: &'a FrameTable,
     /// Length of the extent in bytes.
     pub raw_len: u64,
     /// Chunk length in bytes.
@@ -96,7 +98,7 @@ pub struct Loaded {
 /// # Errors
 /// The first [`PipelineError`] of any stage, after all threads and tasks have ended.
 pub fn load(
-    lanes: &[LoadLane],
+    lanes: &[LoadLane<'_>],
     resources: LoadResources,
     destination: Destination<'_>,
 ) -> Result<Loaded, PipelineError> {
@@ -106,73 +108,45 @@ pub fn load(
     let wire = Arc::new(Wire::new("download", resources.fetch_buffers.count()));
     let code_gauge = Gauge::new("decompress", resources.decoders.len());
     let copy_gauge = Gauge::new("copy", lanes.len());
-    let (queues, begin) = match destination {
-        Destination::Nowhere => (Vec::new(), None),
-        Destination::Gpus { queues, begin } => (queues, Some(begin)),
-    };
-
-    let (jobs_out, jobs_in) = unbounded();
     let fetcher = Fetcher {
         store: Arc::clone(&resources.store),
         runtime: resources.runtime.clone(),
-        buffers: resources.fetch_buffers.clone(),
+        buffers: resources.fetch_buffers,
         wire: Arc::clone(&wire),
-        meter: Arc::clone(&resources.meter),
+        meter: resources.meter,
         abort: Arc::clone(&abort),
     };
-    let (lane_outs, lane_ins): (Vec<ChunkSender>, Vec<Receiver<RawChunk>>) =
-        lanes.iter().map(|_| unbounded()).unzip();
-    let to_gpus = begin.is_some();
+    let decoding = Decoding {
+        lanes,
+        gauge: &code_gauge,
+        again: FetchAgain {
+            store: resources.store,
+            runtime: resources.runtime,
+            given_up: abort.token().clone(),
+        },
+    };
+    let (jobs_out, jobs_in) = unbounded();
+    let to_gpus = matches!(destination, Destination::Gpus { .. });
     std::thread::scope(|scope| {
-        let (extent_outs, primed_in) = if to_gpus {
-            spawn_copiers(scope, lanes, queues, lane_ins, &copy_gauge, &abort)
-        } else {
-            (Vec::new(), crossbeam_channel::never())
+        let (outs, copying) = match destination {
+            Destination::Nowhere => (Vec::new(), None),
+            Destination::Gpus { queues, begin } => {
+                let (outs, copiers) = Copiers::spawn(scope, lanes, queues, &copy_gauge, &abort);
+                (outs, Some((copiers, begin)))
+            }
         };
         for (index, decoder) in resources.decoders.into_iter().enumerate() {
-            let outs = if to_gpus {
-                lane_outs.clone()
-            } else {
-                Vec::new()
-            };
-            let (abort, gauge, jobs_in) = (&*abort, &code_gauge, jobs_in.clone());
-            let again = FetchAgain {
-                store: Arc::clone(&resources.store),
-                runtime: resources.runtime.clone(),
-                given_up: abort.token().clone(),
-            };
-            spawn(scope, format!("decompress-{index}"), move || {
-                abort.guard("decompress", || {
-                    decode_all(decoder, lanes, &jobs_in, &outs, gauge, &again)
-                });
+            let (decoding, jobs_in, outs) = (&decoding, jobs_in.clone(), outs.clone());
+            spawn(scope, &abort, ("decompress", index), move || {
+                decoding.run(decoder, &jobs_in, &outs)
             });
         }
-        drop((jobs_in, lane_outs));
-        let feeder_abort = &*abort;
-        spawn(scope, "fetch".to_owned(), move || {
-            feeder_abort.guard("download", || fetcher.run(lanes, jobs_out))
+        drop((jobs_in, outs));
+        spawn(scope, &abort, ("download", 0), move || {
+            fetcher.run(lanes, jobs_out)
         });
-
-        if let Some(begin) = begin
-            && primed_in.recv().is_ok()
-            && !abort.is_set()
-        {
-            abort.guard("begin", || {
-                let extents = begin()?;
-                if extents.len() != extent_outs.len() {
-                    let what = format!(
-                        "the driver gave {} extents for {} stored ones",
-                        extents.len(),
-                        extent_outs.len()
-                    );
-                    return Err(PipelineError::Extents { what });
-                }
-                for (out, extent) in extent_outs.iter().zip(extents) {
-                    // A copier that is gone has reported why.
-                    let _its_error_counts = out.send(extent);
-                }
-                Ok(())
-            });
+        if let Some((copiers, begin)) = copying {
+            copiers.begin(begin, &abort);
         }
     });
     abort.result()?;
@@ -188,27 +162,39 @@ pub fn load(
     })
 }
 
-/// Starts one copy thread per lane. Returns where each one's extent goes, and where the first full ring is announced.
-fn spawn_copiers<'scope, 'env>(
-    scope: &'scope std::thread::Scope<'scope, 'env>,
-    lanes: &'env [LoadLane],
-    queues: Vec<CopyQueue>,
-    inputs: Vec<Receiver<RawChunk>>,
-    gauge: &'env Gauge,
-    abort: &'env Abort,
-) -> (Vec<Sender<Extent>>, Receiver<()>) {
-    let (primed_out, primed_in) = bounded(1);
-    let mut extent_outs = Vec::with_capacity(lanes.len());
-    for (index, ((lane, queue), input)) in lanes.iter().zip(queues).zip(inputs).enumerate() {
-        let (extent_out, extent_in) = bounded(1);
-        extent_outs.push(extent_out);
-        let primed_out = primed_out.clone();
-        spawn(scope, format!("copy-{index}"), move || {
-            abort.guard("copy", || {
-                let chunks = Chunks::new(lane.raw_len, lane.chunk_len);
+/// Where verified chunks of each lane go.
+type ChunkSenders = Vec<Sender<RawChunk>>;
+
+/// The copy threads, which wait for their extents.
+struct Copiers {
+    /// Where each one's extent goes.
+    extents: Vec<Sender<Extent>>,
+    /// The first full ring is announced here.
+    primed: Receiver<()>,
+}
+
+impl Copiers {
+    /// Starts one copy thread per lane.
+    fn spawn<'scope, 'env>(
+        scope: &'scope Scope<'scope, 'env>,
+        lanes: &'env [LoadLane<'_>],
+        queues: Vec<CopyQueue>,
+        gauge: &'env Gauge,
+        abort: &'env Abort,
+    ) -> (ChunkSenders, Self) {
+        let (primed_out, primed) = bounded(1);
+        let mut outs = Vec::with_capacity(lanes.len());
+        let mut extents = Vec::with_capacity(lanes.len());
+        for (index, (lane, queue)) in lanes.iter().zip(queues).enumerate() {
+            let (out, input) = unbounded();
+            let (extent_out, extent_in) = bounded(1);
+            outs.push(out);
+            extents.push(extent_out);
+            let primed_out = primed_out.clone();
+            spawn(scope, abort, ("copy", index), move || {
                 let copy = CopyLane {
                     lane: index,
-                    chunks,
+                    chunks: Chunks::new(lane.raw_len, lane.chunk_len),
                     chunk_len: lane.chunk_len,
                     ring: &lane.ring,
                     meter: &lane.meter,
@@ -216,9 +202,32 @@ fn spawn_copiers<'scope, 'env>(
                 };
                 copy.copy_in(queue, &input, &primed_out, &extent_in)
             });
+        }
+        (outs, Self { extents, primed })
+    }
+
+    /// Asks the driver once the first ring is full, and deals the extents out. Not at all if the run is given up before.
+    fn begin(self, begin: impl FnOnce() -> Result<Vec<Extent>, PipelineError>, abort: &Abort) {
+        if self.primed.recv().is_err() || abort.is_set() {
+            return;
+        }
+        abort.guard("begin", || {
+            let extents = begin()?;
+            if extents.len() != self.extents.len() {
+                let what = format!(
+                    "the driver gave {} extents for {} stored ones",
+                    extents.len(),
+                    self.extents.len()
+                );
+                return Err(PipelineError::Extents { what });
+            }
+            for (out, extent) in self.extents.iter().zip(extents) {
+                // A copier that is gone has reported why.
+                let _its_error_counts = out.send(extent);
+            }
+            Ok(())
         });
     }
-    (extent_outs, primed_in)
 }
 
 /// One frame to decode, in a fetched range that it shares with its neighbours.
@@ -230,45 +239,51 @@ struct DecodeJob {
     bytes: Range<usize>,
 }
 
-fn decode_all(
-    mut decoder: Decoder,
-    lanes: &[LoadLane],
-    jobs: &Receiver<DecodeJob>,
-    outs: &[ChunkSender],
-    gauge: &Gauge,
-    again: &FetchAgain,
-) -> Result<(), PipelineError> {
-    loop {
-        let idle = Instant::now();
-        let Ok(job) = jobs.recv() else { return Ok(()) };
-        gauge.starved(idle.elapsed());
-        let lane = &lanes[job.lane];
-        let (mut buffer, waited) = lane
-            .ring
-            .acquire()
-            .map_err(|_closed| PipelineError::Cancelled)?;
-        gauge.blocked(waited);
-        let started = Instant::now();
-        let len = job.frame.raw_len as usize;
-        let decoded = decoder.decode(
-            &job.fetched[job.bytes.clone()],
-            job.frame.digest,
-            &mut buffer[..len],
-        );
-        if let Err(error) = decoded {
-            again.decode(&mut decoder, lane, &job.frame, error, &mut buffer[..len])?;
-        }
-        gauge.busy(len as u64, started.elapsed());
-        lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
-        if let Some(out) = outs.get(job.lane) {
-            let chunk = RawChunk {
-                lane: job.lane,
-                index: job.frame.index,
-                buffer,
-                len,
-            };
-            out.send(chunk)
+/// What the decompressor threads share.
+struct Decoding<'a> {
+    lanes: &'a [LoadLane<'a>],
+    gauge: &'a Gauge,
+    again: FetchAgain,
+}
+
+impl Decoding<'_> {
+    /// One thread. Without `outs` the chunks go nowhere.
+    fn run(
+        &self,
+        mut decoder: Decoder,
+        jobs: &Receiver<DecodeJob>,
+        outs: &[Sender<RawChunk>],
+    ) -> Result<(), PipelineError> {
+        loop {
+            let idle = Instant::now();
+            let Ok(job) = jobs.recv() else { return Ok(()) };
+            self.gauge.starved(idle.elapsed());
+            let lane = &self.lanes[job.lane];
+            let (mut buffer, waited) = lane
+                .ring
+                .acquire()
                 .map_err(|_closed| PipelineError::Cancelled)?;
+            self.gauge.blocked(waited);
+            let started = Instant::now();
+            let len = job.frame.raw_len as usize;
+            let raw = &mut buffer[..len];
+            let stored = &job.fetched[job.bytes.clone()];
+            if let Err(error) = decoder.decode(stored, job.frame.digest, raw) {
+                self.again
+                    .decode(&mut decoder, lane, &job.frame, error, raw)?;
+            }
+            self.gauge.busy(len as u64, started.elapsed());
+            lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
+            if let Some(out) = outs.get(job.lane) {
+                let chunk = RawChunk {
+                    lane: job.lane,
+                    index: job.frame.index,
+                    buffer,
+                    len,
+                };
+                out.send(chunk)
+                    .map_err(|_closed| PipelineError::Cancelled)?;
+            }
         }
     }
 }
@@ -289,7 +304,7 @@ impl FetchAgain {
     fn decode(
         &self,
         decoder: &mut Decoder,
-        lane: &LoadLane,
+        lane: &LoadLane<'_>,
         frame: &FrameEntry,
         mut error: FrameError,
         raw: &mut [u8],
@@ -328,45 +343,55 @@ struct Fetcher {
 }
 
 impl Fetcher {
-    /// Starts a task per group as buffers come free, and joins them all.
-    fn run(&self, lanes: &[LoadLane], jobs: Sender<DecodeJob>) -> Result<(), PipelineError> {
-        let mut tasks = tokio::task::JoinSet::new();
+    /// Starts a task per group as buffers come free, and joins them all. The first that fails closes the buffers, so none is started after it.
+    fn run(&self, lanes: &[LoadLane<'_>], jobs: Sender<DecodeJob>) -> Result<(), PipelineError> {
+        let mut tasks = JoinSet::new();
         let mut outcome = Ok(());
         for (lane, group) in self.in_turn(lanes) {
             let Ok((buffer, _waited)) = self.buffers.acquire() else {
                 outcome = Err(PipelineError::Cancelled);
                 break;
             };
-            tasks.spawn_on(
-                self.fetch(lane, &lanes[lane], group, buffer, jobs.clone()),
-                &self.runtime,
-            );
+            // A task that has ended is let go now: an object has very many groups.
+            while let Some(done) = tasks.try_join_next() {
+                self.ended(done);
+            }
+            let fetched = self.fetch(lane, &lanes[lane], group, buffer, jobs.clone());
+            let abort = Arc::clone(&self.abort);
+            let task = async move {
+                if let Err(error) = fetched.await {
+                    abort.fail(error);
+                }
+            };
+            tasks.spawn_on(task, &self.runtime);
         }
         drop(jobs);
         self.runtime.block_on(async {
             while let Some(done) = tasks.join_next().await {
-                match done {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => self.abort.fail(error),
-                    Err(error) => self.abort.fail(task_panicked("download", error)),
-                }
+                self.ended(done);
             }
         });
         outcome
     }
 
+    fn ended(&self, done: Result<(), JoinError>) {
+        if let Err(error) = done {
+            self.abort.fail(task_panicked("download", error));
+        }
+    }
+
     /// The groups of all lanes, one of each lane in turn, so that every GPU is fed from the start.
     fn in_turn<'a>(
         &self,
-        lanes: &'a [LoadLane],
+        lanes: &'a [LoadLane<'_>],
     ) -> impl Iterator<Item = (usize, FetchGroup)> + use<'a> {
         let fetch_len_max = self.buffers.buffer_len() as u64;
         let mut queues: VecDeque<_> = lanes
             .iter()
             .enumerate()
             .map(|(index, lane)| {
-                let lens: Vec<u32> = lane.frames.iter().map(|frame| frame.stored_len).collect();
-                (index, fetch_groups(&lens, fetch_len_max).into_iter())
+                let groups = fetch_groups(&lane.table.stored, fetch_len_max);
+                (index, groups.into_iter())
             })
             .collect();
         std::iter::from_fn(move || {
@@ -383,7 +408,7 @@ impl Fetcher {
     fn fetch(
         &self,
         index: usize,
-        lane: &LoadLane,
+        lane: &LoadLane<'_>,
         group: FetchGroup,
         mut buffer: PoolBuf,
         jobs: Sender<DecodeJob>,
@@ -392,7 +417,10 @@ impl Fetcher {
         let (meter, lane_meter) = (Arc::clone(&self.meter), Arc::clone(&lane.meter));
         let wire = Arc::clone(&self.wire);
         let (key, etag) = (lane.key.clone(), lane.etag.clone());
-        let frames = lane.frames[group.frames.clone()].to_vec();
+        let frames = lane
+            .table
+            .entries_from(group.frames.clone(), group.bytes.start);
+        let frames: Vec<FrameEntry> = frames.collect();
         async move {
             let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
             wire.enter();
@@ -430,5 +458,50 @@ impl Fetcher {
             }
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::{Digest, FrameKind};
+    use crate::store::faulty::{Fault, Faulty};
+
+    #[test]
+    fn a_fetch_that_fails_is_the_last_one() {
+        const FRAME_LEN: u32 = 64;
+        let frame_count = 2000;
+        let mut table = FrameTable::new(frame_count * 128, 128);
+        for _ in 0..frame_count {
+            table.push(FRAME_LEN, FrameKind::Raw, Digest::of(b""));
+        }
+        let store = Arc::new(Faulty::new().fail("get_range", 1..u32::MAX, Fault::Refused));
+        let lane = LoadLane {
+            key: Key::new("object").unwrap(),
+            etag: None,
+            table: &table,
+            raw_len: table.raw_len,
+            chunk_len: table.chunk_len,
+            ring: BufferPool::new(2, 128, None).unwrap(),
+            meter: LaneMeter::new("GPU", table.raw_len),
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .build()
+            .unwrap();
+        let fetch_buffers = 2;
+        let resources = LoadResources {
+            store: Arc::clone(&store) as Arc<dyn Store>,
+            runtime: runtime.handle().clone(),
+            decoders: vec![Decoder::new().unwrap()],
+            fetch_buffers: BufferPool::new(fetch_buffers, FRAME_LEN as usize, None).unwrap(),
+            meter: Meter::new(),
+            cancel: tokio_util::sync::CancellationToken::new(),
+        };
+        let failed = load(&[lane], resources, Destination::Nowhere);
+        assert!(matches!(failed, Err(PipelineError::Store(_))), "{failed:?}");
+        // Those that were under way, and one that got the buffer of the first before that closed the pool.
+        let calls = store.calls("get_range") as usize;
+        assert!((1..=fetch_buffers + 1).contains(&calls), "{calls} fetches");
     }
 }

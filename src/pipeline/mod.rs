@@ -16,6 +16,7 @@ mod gauge;
 mod load;
 mod pack;
 mod save;
+mod stage;
 mod transfer;
 
 pub(crate) use abort::panic_message;
@@ -24,6 +25,7 @@ pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
 
 use crate::codec::FrameError;
 use crate::driver::DriverError;
+use crate::plan::PART_COUNT_MAX;
 use crate::store::StoreError;
 
 /// Why a transfer stopped.
@@ -52,6 +54,25 @@ pub enum PipelineError {
     Extents {
         /// What differs.
         what: String,
+    },
+    /// An object turned out longer than its upload can take; a plan that was made from the GPU's memory leaves no such object.
+    #[error(
+        "the object needs more than {PART_COUNT_MAX} parts of {part_len} bytes; set a larger store.part_size"
+    )]
+    TooManyParts {
+        /// Length of every part but the last, in bytes.
+        part_len: usize,
+    },
+    /// The system gave no thread.
+    #[error(
+        "cannot start thread {name}; raise the limits on processes (ulimit -u, the cgroup's pids.max) or lower pipeline.threads"
+    )]
+    Thread {
+        /// What the thread was to be called: its stage, and its number.
+        name: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
     },
     /// A stage panicked: a defect of ours.
     #[error("the {stage} stage panicked: {message}")]

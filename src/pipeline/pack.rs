@@ -190,11 +190,8 @@ impl Packer {
             return Ok(());
         };
         self.parts_sent += 1;
-        let number = PartNumber::new(self.parts_sent).ok_or_else(|| PipelineError::Extents {
-            what: format!(
-                "the object needs more than 10,000 parts of {} bytes; set a larger store.part_size",
-                part.buffer.len()
-            ),
+        let number = PartNumber::new(self.parts_sent).ok_or(PipelineError::TooManyParts {
+            part_len: part.buffer.len(),
         })?;
         self.object_len += part.len as u64;
         self.object_crc = self.object_crc.combine(part.crc64, part.len as u64);
@@ -276,6 +273,28 @@ mod tests {
                 .zip(&frames)
                 .all(|(digest, frame)| *digest == Digest::of(frame))
         );
+    }
+
+    #[test]
+    fn an_object_of_too_many_parts_is_refused_with_their_length() {
+        let (out, _parts) = unbounded_channel();
+        let frame = 10_001;
+        let frames = BufferPool::new(1, frame, None).unwrap();
+        // A part of one byte; the receiver keeps them all.
+        let parts = BufferPool::new(frame, 1, None).unwrap();
+        let mut packer = Packer::new(0, FrameTable::new(4, 4), parts, out);
+        let (buffer, _) = frames.acquire().unwrap();
+        let record = FrameRecord {
+            stored_len: u32::try_from(frame).unwrap(),
+            raw_len: 4,
+            kind: FrameKind::Raw,
+            digest: Digest::of(b"four"),
+        };
+        let refused = packer.push(0, PackedFrame { buffer, record });
+        assert!(matches!(
+            refused,
+            Err(PipelineError::TooManyParts { part_len: 1 })
+        ));
     }
 
     #[test]

@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
-use tokio::sync::mpsc::unbounded_channel;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, Wire, settle};
-use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer};
+use super::gauge::{Gauge, settle};
+use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer, PartJob};
+use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Crc64, Encoder};
 use crate::driver::{BufferPool, CopyQueue, Extent};
@@ -30,6 +31,8 @@ pub struct SaveLane {
     pub extent: Extent,
     /// Pinned buffers of one chunk each, for this GPU alone.
     pub ring: BufferPool,
+    /// Without frames yet, of the resources' chunk length, and with room for the GPU's whole memory: [`FrameTable::new`] made it before the target was locked.
+    pub table: FrameTable,
     /// Key of the object.
     pub key: Key,
     /// The multipart upload that was opened under it.
@@ -105,113 +108,144 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let code_gauge = Gauge::new("compress", resources.encoders.len());
 
     let (parts_out, parts_in) = unbounded_channel();
-    let targets: Vec<UploadTarget> = lanes
-        .iter()
-        .map(|lane| UploadTarget {
-            key: lane.key.clone(),
-            upload: lane.upload.clone(),
-            meter: Arc::clone(&lane.meter),
-        })
-        .collect();
-    let parallelism = resources.parallelism.max(1);
-    let spare_parts = resources.part_buffers.count().saturating_sub(lanes.len());
-    let wire = Arc::new(Wire::new("upload", parallelism.min(spare_parts)));
-    let uploader = Uploader {
-        store: Arc::clone(&resources.store),
-        targets: targets.clone(),
-        parallelism,
-        wire: Arc::clone(&wire),
-        meter: Arc::clone(&resources.meter),
-        abort: Arc::clone(&abort),
-    };
+    let work = Work::divide(lanes, &resources.part_buffers, &parts_out);
+    drop(parts_out);
+    let uploader = Uploader::new(&resources, work.targets.clone(), &abort);
+    let wire = Arc::clone(&uploader.wire);
     let uploads = resources.runtime.spawn(uploader.run(parts_in));
 
-    let packers: Vec<Mutex<Packer>> = lanes
-        .iter()
-        .enumerate()
-        .map(|(index, lane)| {
-            let table = FrameTable::new(lane.extent.len, resources.chunk_len);
-            Mutex::new(Packer::new(
-                index,
-                table,
-                resources.part_buffers.clone(),
-                parts_out.clone(),
-            ))
-        })
-        .collect();
-    drop(parts_out);
-
-    let (chunks_out, chunks_in) = unbounded();
     let compressors = Compressors {
-        targets: &targets,
-        packers: &packers,
+        targets: &work.targets,
+        packers: &work.packers,
         frame_buffers: &resources.frame_buffers,
         gauge: &code_gauge,
     };
+    let (chunks_out, chunks_in) = unbounded();
     std::thread::scope(|scope| {
-        for (index, lane) in lanes.into_iter().enumerate() {
+        for copier in work.copiers {
             let (abort, gauge, chunks_out) = (&*abort, &copy_gauge, chunks_out.clone());
-            let chunk_len = resources.chunk_len;
-            spawn(scope, format!("copy-{}", lane.extent.device), move || {
-                abort.guard("copy", || {
-                    let chunks = Chunks::new(lane.extent.len, chunk_len);
-                    let copy = CopyLane {
-                        lane: index,
-                        chunks,
-                        chunk_len,
-                        ring: &lane.ring,
-                        meter: &lane.meter,
-                        gauge,
-                    };
-                    copy.copy_out(lane.queue, lane.extent, &chunks_out)
-                });
+            let (device, chunk_len) = (copier.extent.device, resources.chunk_len);
+            spawn(scope, abort, ("copy", device), move || {
+                copier.run(chunk_len, gauge, &chunks_out)
             });
         }
         drop(chunks_out);
         for (index, encoder) in resources.encoders.into_iter().enumerate() {
             let (abort, compressors, chunks_in) = (&*abort, &compressors, chunks_in.clone());
-            spawn(scope, format!("compress-{index}"), move || {
-                abort.guard("compress", || compressors.run(encoder, &chunks_in))
+            spawn(scope, abort, ("compress", index), move || {
+                compressors.run(encoder, &chunks_in)
             });
         }
         drop(chunks_in);
     });
 
     // The packers hold the senders: the uploader ends when they are gone.
-    let objects: Vec<Option<PackedObject>> = packers
-        .into_iter()
-        .map(|packer| {
-            packer
-                .into_inner()
-                .unwrap_or_else(PoisonError::into_inner)
-                .finish()
-        })
-        .collect();
+    let objects: Vec<_> = work.packers.into_iter().map(finish).collect();
     let receipts = resources.runtime.block_on(uploads).unwrap_or_else(|error| {
         abort.fail(task_panicked("upload", error));
         Vec::new()
     });
     abort.result()?;
 
-    let mut saved = Vec::with_capacity(targets.len());
-    for ((target, object), parts) in targets.into_iter().zip(objects).zip(receipts) {
+    let accounts = vec![copy_gauge.outcome(), code_gauge.outcome(), wire.outcome()];
+    let (stages, slowest_stage) = settle(accounts);
+    Ok(Saved {
+        lanes: put_together(work.targets, objects, receipts)?,
+        stages,
+        slowest_stage,
+    })
+}
+
+/// The lanes, taken apart for the stages. All in the order of the lanes.
+struct Work {
+    copiers: Vec<Copier>,
+    packers: Vec<Mutex<Packer>>,
+    targets: Vec<UploadTarget>,
+}
+
+impl Work {
+    fn divide(
+        lanes: Vec<SaveLane>,
+        part_buffers: &BufferPool,
+        parts: &UnboundedSender<PartJob>,
+    ) -> Self {
+        let mut work = Self {
+            copiers: Vec::with_capacity(lanes.len()),
+            packers: Vec::with_capacity(lanes.len()),
+            targets: Vec::with_capacity(lanes.len()),
+        };
+        for (index, lane) in lanes.into_iter().enumerate() {
+            let table = lane.table.for_extent(lane.extent.len);
+            let packer = Packer::new(index, table, part_buffers.clone(), parts.clone());
+            work.packers.push(Mutex::new(packer));
+            work.targets.push(UploadTarget {
+                key: lane.key,
+                upload: lane.upload,
+                meter: Arc::clone(&lane.meter),
+            });
+            work.copiers.push(Copier {
+                lane: index,
+                queue: lane.queue,
+                extent: lane.extent,
+                ring: lane.ring,
+                meter: lane.meter,
+            });
+        }
+        work
+    }
+}
+
+/// What one copy thread owns.
+struct Copier {
+    lane: usize,
+    queue: CopyQueue,
+    extent: Extent,
+    ring: BufferPool,
+    meter: Arc<LaneMeter>,
+}
+
+impl Copier {
+    fn run(
+        self,
+        chunk_len: u64,
+        gauge: &Gauge,
+        out: &Sender<RawChunk>,
+    ) -> Result<(), PipelineError> {
+        let copy = CopyLane {
+            lane: self.lane,
+            chunks: Chunks::new(self.extent.len, chunk_len),
+            chunk_len,
+            ring: &self.ring,
+            meter: &self.meter,
+            gauge,
+        };
+        copy.copy_out(self.queue, self.extent, out)
+    }
+}
+
+fn finish(packer: Mutex<Packer>) -> Option<PackedObject> {
+    let packer = packer.into_inner();
+    packer.unwrap_or_else(PoisonError::into_inner).finish()
+}
+
+fn put_together(
+    targets: Vec<UploadTarget>,
+    objects: Vec<Option<PackedObject>>,
+    receipts: Vec<Vec<PartReceipt>>,
+) -> Result<Vec<SavedLane>, PipelineError> {
+    let lanes = targets.into_iter().zip(objects).zip(receipts);
+    let lanes = lanes.map(|((target, object), parts)| {
         let object = object.ok_or(PipelineError::Cancelled)?;
-        saved.push(SavedLane {
+        Ok(SavedLane {
             key: target.key,
             upload: target.upload,
             parts,
             len: object.len,
             crc64: object.crc64,
             table: object.table,
-        });
-    }
-    let accounts = vec![copy_gauge.outcome(), code_gauge.outcome(), wire.outcome()];
-    let (stages, slowest_stage) = settle(accounts);
-    Ok(Saved {
-        lanes: saved,
-        stages,
-        slowest_stage,
-    })
+        })
+    });
+    lanes.collect()
 }
 
 /// What the compressor threads share.
@@ -274,20 +308,3 @@ impl Compressors<'_> {
         }
     }
 }
-
-/// Spawns a named thread; a thread that cannot be had is a panic of the whole run, caught by the caller's guard.
-pub(super) fn spawn<'scope>(
-    scope: &'scope std::thread::Scope<'scope, '_>,
-    name: String,
-    work: impl FnOnce() + Send + 'scope,
-) {
-    let spawned = std::thread::Builder::new()
-        .name(name)
-        .spawn_scoped(scope, work);
-    if let Err(error) = spawned {
-        panic!("cannot start a thread: {error}");
-    }
-}
-
-/// The sending half of a channel of chunks.
-pub(super) type ChunkSender = Sender<RawChunk>;

@@ -14,6 +14,7 @@ use super::PipelineError;
 use super::abort::{Abort, panic_message};
 use super::gauge::Wire;
 use super::pack::PartJob;
+use super::save::SaveResources;
 use crate::progress::{LaneMeter, Meter};
 use crate::store::{Key, PartReceipt, Store, StoreError, UploadId};
 
@@ -28,12 +29,12 @@ pub(super) struct UploadTarget {
 /// What all uploads share.
 #[derive(Debug)]
 pub(super) struct Uploader {
-    pub(super) store: Arc<dyn Store>,
-    pub(super) targets: Vec<UploadTarget>,
-    pub(super) parallelism: usize,
+    store: Arc<dyn Store>,
+    targets: Vec<UploadTarget>,
+    parallelism: usize,
     pub(super) wire: Arc<Wire>,
-    pub(super) meter: Arc<Meter>,
-    pub(super) abort: Arc<Abort>,
+    meter: Arc<Meter>,
+    abort: Arc<Abort>,
 }
 
 /// A part that the store has acknowledged.
@@ -44,6 +45,24 @@ struct Acknowledged {
 }
 
 impl Uploader {
+    /// An uploader for these targets. Every lane fills a part, so what there is room for on the wire is the rest.
+    pub(super) fn new(
+        resources: &SaveResources,
+        targets: Vec<UploadTarget>,
+        abort: &Arc<Abort>,
+    ) -> Self {
+        let parallelism = resources.parallelism.max(1);
+        let spare_parts = resources.part_buffers.count().saturating_sub(targets.len());
+        Self {
+            store: Arc::clone(&resources.store),
+            targets,
+            parallelism,
+            wire: Arc::new(Wire::new("upload", parallelism.min(spare_parts))),
+            meter: Arc::clone(&resources.meter),
+            abort: Arc::clone(abort),
+        }
+    }
+
     /// Uploads parts as they come until the packers are done; returns the receipts per lane, by part number.
     pub(super) async fn run(self, mut parts: UnboundedReceiver<PartJob>) -> Vec<Vec<PartReceipt>> {
         let mut receipts: Vec<Vec<PartReceipt>> = self.targets.iter().map(|_| Vec::new()).collect();

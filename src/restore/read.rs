@@ -201,12 +201,12 @@ fn load_settings(session: &Session) -> LoadSettings {
     }
 }
 
-pub(super) fn lanes(
+pub(super) fn lanes<'a>(
     session: &Session,
-    image: &Image,
+    image: &'a Image,
     plan: &LoadPlan,
     driver: Option<&Arc<Driver>>,
-) -> Result<Vec<LoadLane>, LoadFailed> {
+) -> Result<Vec<LoadLane<'a>>, LoadFailed> {
     let mut lanes = Vec::new();
     let tables = image.tables.iter().flatten();
     let stored = image.manifest.extents().zip(tables).zip(&image.etags);
@@ -215,7 +215,7 @@ pub(super) fn lanes(
         lanes.push(LoadLane {
             key: Key::of_job(&session.config.job, &extent.object.key)?,
             etag: etag.clone(),
-            frames: table.entries().collect(),
+            table,
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
             ring: BufferPool::new(plan.ring_chunks, chunk_len, driver)?,
@@ -346,7 +346,6 @@ fn cat_extent(
         frame_len_max: extent.table.frame_len_max(),
     };
     let plan = plan_load(&[shape], &load_settings(session)).map_err(LoadFailed::from)?;
-    let frames: Vec<_> = extent.table.entries().collect();
     let groups = fetch_groups(&extent.table.stored, plan.fetch_len_max);
     let fetch = |group: FetchGroup| async move {
         let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
@@ -363,7 +362,7 @@ fn cat_extent(
     while let Some(next) = session.wait(fetched.next()) {
         let (group, bytes) = next?;
         let mut rest = bytes.as_slice();
-        for frame in &frames[group.frames] {
+        for frame in extent.table.entries_from(group.frames, group.bytes.start) {
             let (stored, behind) = rest.split_at(frame.stored_len as usize);
             rest = behind;
             let raw = &mut chunk[..frame.raw_len as usize];

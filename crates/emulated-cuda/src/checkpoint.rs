@@ -17,6 +17,7 @@ use crate::control::{self, Part, Request, State};
 use crate::driver::{self, Driver};
 use crate::extent::Operation;
 use crate::remote::{self, Remote};
+use crate::work;
 
 /// First API version with the checkpoint functions.
 pub(crate) const API_CHECKPOINT: u32 = 12_080;
@@ -26,6 +27,11 @@ const API_PAIRS: u32 = 13_000;
 pub(crate) const API_CUSTOM_STORAGE: u32 = 13_040;
 
 const OPERATION_TAG: u64 = 0x0540_0000_0000_0000;
+
+/// What fresh memory of a restore holds.
+const SOIL: u8 = 0xA5;
+/// So many bytes at either end of an extent, 64 MiB: enough for a test's GPU, and cheap for a bench's.
+const SOILED: usize = 64 << 20;
 
 /// Where one GPU of the target goes: the UUID it has, the UUID it gets.
 #[derive(Debug, Clone, Copy)]
@@ -285,6 +291,9 @@ fn begin(
                 .model()
                 .extents
                 .add(handle, stream.clone(), stream_handle, backing, &parts)?;
+        if request == Request::BeginRestore {
+            soil(driver, entry.devPtr, entry.size)?;
+        }
         extents.push(Mapped {
             uuid: driver.config.gpus[ordinal].uuid,
             stream: stream.id,
@@ -299,6 +308,20 @@ fn begin(
         .extents
         .begin(handle, (remote.pid, number), streams, devices);
     Ok(Begun { info, extents })
+}
+
+/// Fills both ends of a restored extent, so that a saver that leaves a chunk out (of zeros, say) is found out: nobody promises that new memory is zero.
+fn soil(driver: &Driver, address: u64, len: usize) -> Answer {
+    let end = len.min(SOILED);
+    for (offset, len) in [(0, end), (len - end, end)] {
+        let pieces = {
+            let model = driver.model();
+            let extent = model.extents.find(address);
+            extent.and_then(|extent| extent.pieces(offset as u64, len))
+        };
+        work::fill(&pieces.ok_or(Code::ILLEGAL_ADDRESS)?, [SOIL; 4])?;
+    }
+    Ok(())
 }
 
 /// Opens the memory of every GPU of the target that holds data, in the order in which the driver lists them.

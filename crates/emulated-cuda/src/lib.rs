@@ -41,23 +41,34 @@ mod layout {
     use cudarc::driver::sys::{
         CUcheckpointCheckpointArgs, CUcheckpointCustomStorageInfo,
         CUcheckpointCustomStoragePerDeviceData, CUcheckpointGpuPair, CUcheckpointLockArgs,
-        CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUuuid,
+        CUcheckpointRestoreArgs, CUcheckpointUnlockArgs, CUdeviceptr, CUprocessState, CUuuid,
     };
     use std::mem::offset_of;
 
     const _: () = {
+        assert!(size_of::<CUprocessState>() == 4);
         assert!(size_of::<CUuuid>() == 16);
+        assert!(size_of::<CUdeviceptr>() == 8);
         assert!(size_of::<CUcheckpointLockArgs>() == 64);
         assert!(offset_of!(CUcheckpointLockArgs, timeoutMs) == 0);
+        assert!(offset_of!(CUcheckpointLockArgs, reserved0) == 4);
+        assert!(offset_of!(CUcheckpointLockArgs, reserved1) == 8);
         assert!(size_of::<CUcheckpointCheckpointArgs>() == 64);
         assert!(offset_of!(CUcheckpointCheckpointArgs, customStorageInfo_out) == 0);
+        assert!(offset_of!(CUcheckpointCheckpointArgs, reserved) == 8);
+        assert!(size_of::<CUcheckpointGpuPair>() == 32);
+        assert!(offset_of!(CUcheckpointGpuPair, oldUuid) == 0);
+        assert!(offset_of!(CUcheckpointGpuPair, newUuid) == 16);
         assert!(size_of::<CUcheckpointRestoreArgs>() == 64);
         assert!(offset_of!(CUcheckpointRestoreArgs, gpuPairs) == 0);
         assert!(offset_of!(CUcheckpointRestoreArgs, gpuPairsCount) == 8);
+        assert!(offset_of!(CUcheckpointRestoreArgs, padding0) == 12);
         assert!(offset_of!(CUcheckpointRestoreArgs, customStorageInfo_out) == 16);
+        assert!(offset_of!(CUcheckpointRestoreArgs, reserved) == 24);
         assert!(size_of::<CUcheckpointUnlockArgs>() == 64);
-        assert!(size_of::<CUcheckpointGpuPair>() == 32);
+        assert!(offset_of!(CUcheckpointUnlockArgs, reserved) == 0);
         assert!(size_of::<CUcheckpointCustomStorageInfo>() == 24);
+        assert!(align_of::<CUcheckpointCustomStorageInfo>() == 8);
         assert!(offset_of!(CUcheckpointCustomStorageInfo, handle) == 0);
         assert!(offset_of!(CUcheckpointCustomStorageInfo, perDeviceData) == 8);
         assert!(offset_of!(CUcheckpointCustomStorageInfo, deviceCount) == 16);

@@ -155,7 +155,8 @@ fn parts(
     })
 }
 
-fn fill(to: &[Piece], pattern: [u8; 4]) -> Answer {
+/// Repeats the pattern over the pieces, taken as one sequence.
+pub(crate) fn fill(to: &[Piece], pattern: [u8; 4]) -> Answer {
     if pattern == [0; 4] {
         return to
             .iter()

@@ -65,6 +65,20 @@ static void copy_in(CUcheckpointCustomStorageInfo *info, const struct image *ima
     }
 }
 
+// Restored memory is not zero before it is written, so that a chunk that is left out shows.
+static void check_soiled(const CUcheckpointCustomStorageInfo *info) {
+    for (unsigned i = 0; i < info->deviceCount; i++) {
+        const CUcheckpointCustomStoragePerDeviceData *device = &info->perDeviceData[i];
+        unsigned char *bytes;
+        OK(cuMemHostAlloc((void **)&bytes, device->size, 0));
+        OK(cuMemcpyDtoHAsync(bytes, device->devPtr, device->size, device->stream));
+        OK(cuStreamSynchronize(device->stream));
+        for (size_t k = 0; k < device->size; k++)
+            CHECK(bytes[k] == 0xA5);
+        OK(cuMemFreeHost(bytes));
+    }
+}
+
 static void use_all_devices(void) {
     int count;
     OK(cuInit(0));
@@ -138,6 +152,7 @@ static void round_trip(struct target *target, size_t granularity) {
 
     OK(restore_custom(target->pid, NULL, 0, &info));
     CHECK(state_of(target->pid) == CU_PROCESS_STATE_RESTORING);
+    check_soiled(info);
     copy_in(info, &image);
     OK(cuCheckpointOperationComplete(info->handle));
     CHECK(state_of(target->pid) == CU_PROCESS_STATE_LOCKED);
