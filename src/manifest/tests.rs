@@ -354,6 +354,19 @@ fn claims() {
 mod frame_tables {
     use super::*;
 
+    #[test]
+    fn a_table_for_the_whole_gpu_serves_any_extent_without_allocating() {
+        let whole = FrameTable::new(100 * MIB, MIB);
+        let room = whole.digests.as_ptr();
+        let mut table = whole.for_extent(99 * MIB + 1);
+        for _ in 0..100 {
+            assert!(!table.is_complete());
+            table.push(14, FrameKind::Raw, Digest::of(b""));
+        }
+        assert!(table.is_complete());
+        assert_eq!(table.digests.as_ptr(), room);
+    }
+
     /// Reads a table as the extent's, after `change` has changed the file and, where asked, the record has been made to fit it again.
     fn read_changed(
         raw_len: u64,
