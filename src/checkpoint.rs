@@ -28,8 +28,8 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::driver::{
-    CheckpointedProcess, CheckpointingProcess, Driver, DriverError, LockedProcess, ProcessState,
-    RunningProcess,
+    CheckpointedProcess, CheckpointingProcess, Driver, DriverCode, DriverError, LockedProcess,
+    ProcessState, RunningProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{self, Image, ImageRef, LoadError};
@@ -266,15 +266,8 @@ fn lock(
 }
 
 /// Says that the roll back failed, if it did: the target is then held by us, and stays so.
-fn after_unlock(failure: Failure, unlocked: Result<RunningProcess, DriverError>) -> Failure {
+fn after_unlock(mut failure: Failure, unlocked: Result<RunningProcess, DriverError>) -> Failure {
     let Err(error) = unlocked else { return failure };
-    let mut failure = Failure {
-        code: match failure.code {
-            ExitCode::NotOurs => ExitCode::Lost,
-            code => code,
-        },
-        ..failure
-    };
     let chain = crate::error::chain(&error).join(": ");
     failure
         .attached
@@ -334,12 +327,20 @@ fn not_begun(
         "running" => ExitCode::RolledBack,
         "gone" => ExitCode::NothingToSave,
         "checkpointed" if suspended_under_an_image(session, target) => ExitCode::NothingToSave,
-        "locked" | "checkpointing" | "checkpointed" | "restoring" => ExitCode::NotOurs,
+        "checkpointing" | "checkpointed" | "restoring" => ExitCode::NotOurs,
+        "locked" if was_refused_by_state(cause.as_ref()) => ExitCode::NotOurs,
+        // Locked by us all the same, failed, or unknown.
         _ => ExitCode::Lost,
     };
     let mut failure = Failure::new(code, phase, cause);
     failure.targets = vec![found];
     failure
+}
+
+/// Whether the driver turned our call down because of the target's state: somebody else was first.
+fn was_refused_by_state(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
+    let error = cause.downcast_ref::<DriverError>();
+    error.and_then(DriverError::code) == Some(DriverCode::ILLEGAL_STATE)
 }
 
 /// A defect of ours, caught: the verdict still says how things stand.

@@ -44,6 +44,8 @@ impl DriverCode {
     pub const NO_DEVICE: Self = Self(100);
     /// CUDA_ERROR_OPERATING_SYSTEM.
     pub const OPERATING_SYSTEM: Self = Self(304);
+    /// CUDA_ERROR_ILLEGAL_STATE: here, the process is not in the state that the call needs.
+    pub const ILLEGAL_STATE: Self = Self(401);
     /// CUDA_ERROR_NOT_READY: here, the lock ran into its timeout.
     pub const NOT_READY: Self = Self(600);
 

@@ -600,7 +600,7 @@ async fn hostile_names_and_numbers_are_refused() {
         (
             "a longer object",
             |f| forge(f, "/object/len", json!(4 << 20)),
-            &[".zst is not there as it must be"],
+            &[".zst has"],
         ),
         (
             "an object of nothing",
@@ -750,9 +750,9 @@ async fn objects_that_are_not_what_was_stored_are_passed_over() {
         (
             "cut",
             |f| f.change(".zst", |b| b.truncate(b.len() - 1)),
-            &[".zst"],
+            &[".zst has"],
         ),
-        ("empty", |f| f.change(".zst", Vec::clear), &[".zst"]),
+        ("empty", |f| f.change(".zst", Vec::clear), &[".zst has"]),
         ("longer", |f| f.change(".zst", |b| b.push(0)), &[".zst has"]),
         (
             "exchanged",
