@@ -68,7 +68,7 @@ pub struct StoreConfig {
     pub checksum: PartChecksum,
     /// Sign the bodies too (SHA-256 over every byte), for stores and policies that demand it.
     pub sign_payload: bool,
-    /// How long one operation is tried, attempts and pauses together.
+    /// How long after its first failure an operation is tried again.
     pub retry_timeout: Duration,
     /// Limit for making a connection.
     pub connect_timeout: Duration,

@@ -25,7 +25,7 @@ use crate::checkpoint::look;
 use crate::config::Verify;
 use crate::driver::{CheckpointedProcess, CopyQueue, Driver, Extent, GpuUuid, RestoringProcess};
 use crate::error::{ExitCode, Failure, Phase};
-use crate::image::{Image, ImageRef};
+use crate::image::{Image, ImageRef, image_id};
 use crate::job_log::{Entry, JobLog};
 use crate::manifest::{CaptureMode, ImageKind, Manifest};
 use crate::outcome::Outcome;
@@ -311,8 +311,10 @@ enum CheckError {
     #[error("the image is of kind {kind}, which this version cannot restore")]
     Kind { kind: ImageKind },
     #[error(
-        "image {generation:08} is not the job's newest, {newest:08}: the process has computed on since, and its host memory does not fit the older \
-         GPU memory; restore {newest:08}, or give --into-fresh for a process that came up suspended on purpose"
+        "image {} is not the job's newest, {}: the process has computed on since, and its host memory does not fit the older \
+         GPU memory; restore the newest, or give --into-fresh for a process that came up suspended on purpose",
+        image_id(*generation),
+        image_id(*newest)
     )]
     NotTheNewest { generation: u64, newest: u64 },
     #[error("the image was captured in {mode} mode, which this version cannot restore")]

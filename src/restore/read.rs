@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::codec::Decoder;
 use crate::driver::{BufferPool, Driver, DriverError, GpuUuid};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
-use crate::image::{Image, ImageError, ImageRef};
+use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::manifest::{ExtentRecord, FrameTable};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
@@ -81,7 +81,7 @@ pub(crate) fn outcome_of(
     Outcome {
         job: session.config.job.to_string(),
         generation: image.generation,
-        image: format!("{:08}", image.generation),
+        image: image_id(image.generation),
         attempt: image.attempt.clone(),
         targets,
         bytes: Bytes {
@@ -172,7 +172,7 @@ pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, L
         session.cancel.clone(),
     )?;
     match pipeline::load(&lanes, resources, Destination::Nowhere) {
-        Err(PipelineError::Cancelled) if session.cancel.is_cancelled() => Err(Interrupted.into()),
+        Err(_) if session.cancel.is_cancelled() => Err(Interrupted.into()),
         outcome => Ok(outcome?),
     }
 }
@@ -259,15 +259,15 @@ struct StoredExtent<'a> {
 /// Why there is nothing to print.
 #[derive(Debug, thiserror::Error)]
 enum NoSuchExtent {
-    #[error("{gpu} holds no data in image {generation:08} (--gpu); it has {there}")]
+    #[error("{gpu} holds no data in image {} (--gpu); it has {there}", image_id(*generation))]
     OtherGpu {
         gpu: GpuUuid,
         generation: u64,
         there: String,
     },
-    #[error("image {generation:08} holds no data")]
+    #[error("image {} holds no data", image_id(*generation))]
     NoData { generation: u64 },
-    #[error("image {generation:08} has several GPUs; choose one with --gpu: {there}")]
+    #[error("image {} has several GPUs; choose one with --gpu: {there}", image_id(*generation))]
     Several { generation: u64, there: String },
 }
 
