@@ -15,8 +15,8 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -29,6 +29,11 @@ use super::{
     StoreError, UploadId, listing_name,
 };
 use crate::progress::Meter;
+
+/// A request that has been failing for so long is told of.
+const TELL_AFTER: Duration = Duration::from_secs(2);
+/// No more often than this.
+const TELL_EVERY: Duration = Duration::from_secs(10);
 
 /// How patient a [`Retrying`] store is.
 #[derive(Debug, Clone, Copy)]
@@ -71,6 +76,8 @@ pub struct Retrying<S: ?Sized> {
     deadline: watch::Sender<Option<Instant>>,
     cancel: CancellationToken,
     meter: Arc<Meter>,
+    /// When somebody was last told that requests are being tried again.
+    told_at: Mutex<Option<Instant>>,
     inner: Arc<S>,
 }
 
@@ -96,6 +103,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             deadline: watch::Sender::new(None),
             cancel,
             meter,
+            told_at: Mutex::new(None),
             inner,
         }
     }
@@ -112,6 +120,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             deadline: watch::Sender::new(*self.deadline.borrow()),
             cancel,
             meter: Arc::clone(&self.meter),
+            told_at: Mutex::new(None),
             inner: Arc::clone(&self.inner),
         }
     }
@@ -122,6 +131,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             deadline: self.deadline.subscribe(),
             cancel: &self.cancel,
             meter: &self.meter,
+            told_at: &self.told_at,
             operation,
             key,
             started: Instant::now(),
@@ -255,6 +265,7 @@ struct Attempts<'a> {
     deadline: watch::Receiver<Option<Instant>>,
     cancel: &'a CancellationToken,
     meter: &'a Meter,
+    told_at: &'a Mutex<Option<Instant>>,
     operation: &'static str,
     key: &'a str,
     started: Instant,
@@ -330,12 +341,28 @@ impl Attempts<'_> {
             return Err(self.gave_up(RetryLimit::Deadline, error));
         }
         self.meter.retries.fetch_add(1, Ordering::Relaxed);
-        tracing::debug!(attempt = self.count, ?pause, %error, "store request failed, trying again");
+        self.tell(pause, &error);
         self.last = Some(error);
         tokio::select! {
             biased;
             () = self.cancel.cancelled() => Err(self.cancelled()),
             () = tokio::time::sleep(pause) => Ok(()),
+        }
+    }
+
+    /// Every failed attempt is worth a line to whoever looks closely. One that has been failing for a while is worth one to everybody, now and then for all
+    /// requests together: silence for as long as `store.retry_timeout` looks like a hang.
+    fn tell(&self, pause: Duration, error: &StoreError) {
+        let chain = crate::error::chain(error).join(": ");
+        tracing::debug!(attempt = self.count, ?pause, "trying again: {chain}");
+        if self.failing_for() < TELL_AFTER {
+            return;
+        }
+        let mut told_at = self.told_at.lock().unwrap_or_else(PoisonError::into_inner);
+        if told_at.is_none_or(|at| at.elapsed() >= TELL_EVERY) {
+            *told_at = Some(Instant::now());
+            let limit = self.policy.timeout;
+            tracing::warn!("{chain}; trying again, up to {limit:?} (store.retry_timeout)");
         }
     }
 

@@ -114,19 +114,19 @@ fn the_file_may_be_named_by_the_environment() {
 }
 
 /// A store that nobody can reach, with a patience that a test has.
-fn unreachable() -> (tempfile::NamedTempFile, String) {
+fn unreachable(retry_timeout: &str) -> (tempfile::NamedTempFile, String) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("an address");
     drop(listener);
-    let config = file(
-        "[job]\nname = \"j\"\n[store]\nurl = \"s3://bucket/p\"\nregion = \"us-east-1\"\nretry_timeout = \"300ms\"\n",
-    );
+    let config = file(&format!(
+        "[job]\nname = \"j\"\n[store]\nurl = \"s3://bucket/p\"\nregion = \"us-east-1\"\nretry_timeout = \"{retry_timeout}\"\n",
+    ));
     (config, format!("http://{address}"))
 }
 
 #[test]
 fn a_store_that_cannot_be_reached_is_3_for_commands_that_only_read() {
-    let (config, endpoint) = unreachable();
+    let (config, endpoint) = unreachable("300ms");
     let path = config.path().to_str().expect("text");
     for command in ["list", "inspect", "verify"] {
         let output = ckptstream(&[
@@ -161,8 +161,30 @@ fn a_store_that_cannot_be_reached_is_3_for_commands_that_only_read() {
 }
 
 #[test]
+fn a_store_that_cannot_be_reached_for_a_while_is_told_of() {
+    for (retry_timeout, is_told) in [("300ms", false), ("6s", true)] {
+        let (config, endpoint) = unreachable(retry_timeout);
+        let path = config.path().to_str().expect("text");
+        let output = ckptstream(&["list", "--config", path, "--endpoint", &endpoint])
+            .env("AWS_ACCESS_KEY_ID", "a")
+            .env("AWS_SECRET_ACCESS_KEY", "b")
+            .output()
+            .expect("starts");
+        let lines = stderr_lines(&output);
+        let told = lines
+            .iter()
+            .filter(|line| line.contains("trying again, up to"));
+        assert_eq!(
+            told.count(),
+            usize::from(is_told),
+            "{retry_timeout}: {lines:?}"
+        );
+    }
+}
+
+#[test]
 fn without_credentials_nothing_is_tried() {
-    let (config, endpoint) = unreachable();
+    let (config, endpoint) = unreachable("300ms");
     let output = run(&[
         "list",
         "--config",
@@ -221,7 +243,7 @@ fn same_failure_twice(what: &str, code: Option<i32>, stdout: &[u8], stderr: &str
 
 #[test]
 fn stderr_and_json_tell_the_same_failure_without_a_store() {
-    let (config, endpoint) = unreachable();
+    let (config, endpoint) = unreachable("300ms");
     let wrong = file("[store]\nurl = \"s3://bucket\"\nstall_timeout = \"0s\"\n");
     let (config, wrong) = (config.path().display(), wrong.path().display());
     let at = format!("--config {config} --endpoint {endpoint}");
