@@ -129,7 +129,7 @@ shown "$CKPTSTREAM" inspect --image latest "${STORE[@]}"
 say ""
 say "4. The node is gone: kill -9 $JOB_PID."
 kill -KILL "$JOB_PID"
-wait "$JOB_PID" 2>/dev/null || true
+{ wait "$JOB_PID"; } 2>/dev/null || true
 say "  the job's last words: $(tail -n 1 "$DIR/job.log")"
 
 # restored LOG NODE_OF_RESTORE FLAG...: a fresh, suspended job, restored on that node and run to its end.
