@@ -17,6 +17,8 @@ pub struct Outcome {
     pub image: String,
     /// The attempt's nonce, 32 hex digits.
     pub attempt: String,
+    /// Newer images that were passed over because they cannot be used, with the reason; newest first.
+    pub skipped: Vec<String>,
     /// Targets and their states as looked up at the end.
     pub targets: Vec<TargetState>,
     /// Raw and stored bytes.

@@ -57,7 +57,7 @@ pub fn restore(
         };
         Failure::new(code, Phase::Read, error)
     })?;
-    let image = open_image(session, image)?;
+    let (image, skipped) = open_image(session, image)?;
     if !into_fresh {
         must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
     }
@@ -76,6 +76,7 @@ pub fn restore(
         session, &mut clock, &driver, &target, suspended, &image, &pairs,
     )?;
     Ok(Outcome {
+        skipped,
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,

@@ -160,7 +160,7 @@ impl Attempt {
 /// Why an attempt could not be opened.
 #[derive(Debug, thiserror::Error)]
 enum OpenError {
-    #[error("the store does not accept this save")]
+    #[error("the save cannot be opened in the store")]
     Store(#[from] StoreError),
     #[error("the job's log cannot be read")]
     Log(#[source] LogError),

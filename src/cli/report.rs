@@ -70,6 +70,7 @@ struct Transfer {
     seconds: Vec<PhaseSeconds>,
     seconds_locked: f64,
     devices: Vec<LaneOutcome>,
+    skipped: Vec<String>,
     stages: Vec<StageOutcome>,
     slowest_stage: Option<String>,
     retries: u64,
@@ -115,6 +116,7 @@ impl RunReport {
                     seconds: outcome.seconds,
                     seconds_locked: outcome.seconds_locked,
                     devices: outcome.lanes,
+                    skipped: outcome.skipped,
                     stages: outcome.stages,
                     slowest_stage: outcome.slowest_stage,
                     retries: outcome.retries,
@@ -303,6 +305,9 @@ impl RunReport {
         if transfer.retries > 0 {
             rows.add("retries", transfer.retries.to_string());
         }
+        for skipped in &transfer.skipped {
+            rows.add("skipped", skipped.clone());
+        }
         rows.text
     }
 }
@@ -382,6 +387,7 @@ mod tests {
                 rate: 4e9,
             }],
             slowest_stage: Some("upload".to_owned()),
+            skipped: Vec::new(),
             retries: 3,
             memory_planned: 256 << 20,
         }

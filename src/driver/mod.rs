@@ -97,6 +97,20 @@ impl ProcessState {
     }
 }
 
+impl ProcessState {
+    /// What usually has brought a process into a state that is not the expected one.
+    fn advice(self) -> &'static str {
+        match self {
+            Self::Locked => "; another saver holds it, or one died and left it locked",
+            Self::Checkpointing | Self::Restoring => {
+                "; another ckptstream is at work on it, or one died and left it so: then end it"
+            }
+            Self::Checkpointed => "; it is suspended, and waits for a restore",
+            Self::Running | Self::Failed | Self::Other(_) => "",
+        }
+    }
+}
+
 impl fmt::Display for ProcessState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -163,7 +177,7 @@ pub enum DriverError {
         device: GpuUuid,
     },
     /// The target is in another state than the step needs.
-    #[error("process {pid} is {found}, not {needed}")]
+    #[error("process {pid} is {found}, not {needed}{}", found.advice())]
     WrongState {
         /// The target.
         pid: u32,

@@ -1,7 +1,7 @@
 //! How long a stage worked, starved or was blocked.
 //!
-//! In: durations, from every thread of the stage, or requests on the wire. Out: a [`StageOutcome`] each. The slowest stage is the one that the others wait for: stages
-//! before it are blocked, stages behind it starve, so it is the one with the least slack.
+//! In: durations, from every thread of the stage, or requests on the wire. Out: a [`StageOutcome`] each. The slowest stage is the one that was busy longest: the
+//! others waited for it, before it for room, behind it for input.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -50,29 +50,25 @@ impl Gauge {
     }
 
     /// The stage's account, seconds divided by its workers.
-    pub(super) fn outcome(&self) -> StageAccount {
+    pub(super) fn outcome(&self) -> StageOutcome {
         let per_worker = |ns: &AtomicU64| {
             Duration::from_nanos(ns.load(Ordering::Relaxed)).as_secs_f64() / f64::from(self.workers)
         };
         let bytes = self.bytes.load(Ordering::Relaxed);
         let busy_seconds = per_worker(&self.busy_ns);
-        let starved_seconds = per_worker(&self.starved_ns);
-        let blocked_seconds = per_worker(&self.blocked_ns);
-        StageAccount {
-            outcome: StageOutcome {
-                stage: self.stage.to_owned(),
-                bytes,
-                busy_seconds,
-                starved_seconds,
-                blocked_seconds,
-                rate: rate(bytes, busy_seconds),
-            },
-            slack_seconds: starved_seconds + blocked_seconds,
+        StageOutcome {
+            stage: self.stage.to_owned(),
+            bytes,
+            busy_seconds,
+            starved_seconds: per_worker(&self.starved_ns),
+            blocked_seconds: per_worker(&self.blocked_ns),
+            rate: rate(bytes, busy_seconds),
         }
     }
 }
 
-/// A stage whose work is requests on the wire. It is busy while there is any, and has slack while fewer than half of those are out that there is room for.
+/// A stage whose work is requests on the wire. It is busy while at least half of those are out that there is room for, and, once no more will come, while there is any:
+/// with fewer it could do more, and waits.
 #[derive(Debug)]
 pub(super) struct Wire {
     stage: &'static str,
@@ -85,9 +81,12 @@ struct WireState {
     count: usize,
     bytes: u64,
     since: Instant,
+    /// No request will follow those that are out.
+    draining: bool,
     busy: Duration,
-    idle: Duration,
-    slack: Duration,
+    waiting: Duration,
+    /// With any request out, for the rate.
+    moving: Duration,
 }
 
 impl Wire {
@@ -100,9 +99,10 @@ impl Wire {
                 count: 0,
                 bytes: 0,
                 since: Instant::now(),
+                draining: false,
                 busy: Duration::ZERO,
-                idle: Duration::ZERO,
-                slack: Duration::ZERO,
+                waiting: Duration::ZERO,
+                moving: Duration::ZERO,
             }),
         }
     }
@@ -119,20 +119,21 @@ impl Wire {
         state.bytes += bytes;
     }
 
-    /// No request will follow: the time from now on is nobody's.
-    pub(super) fn outcome(&self) -> StageAccount {
+    /// The last request is out.
+    pub(super) fn drain(&self) {
+        self.account().draining = true;
+    }
+
+    /// The stage's account up to now.
+    pub(super) fn outcome(&self) -> StageOutcome {
         let state = self.account();
-        let busy_seconds = state.busy.as_secs_f64();
-        StageAccount {
-            outcome: StageOutcome {
-                stage: self.stage.to_owned(),
-                bytes: state.bytes,
-                busy_seconds,
-                starved_seconds: state.idle.as_secs_f64(),
-                blocked_seconds: 0.0,
-                rate: rate(state.bytes, busy_seconds),
-            },
-            slack_seconds: state.slack.as_secs_f64(),
+        StageOutcome {
+            stage: self.stage.to_owned(),
+            bytes: state.bytes,
+            busy_seconds: state.busy.as_secs_f64(),
+            starved_seconds: state.waiting.as_secs_f64(),
+            blocked_seconds: 0.0,
+            rate: rate(state.bytes, state.moving.as_secs_f64()),
         }
     }
 
@@ -141,34 +142,26 @@ impl Wire {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let elapsed = now.duration_since(state.since);
-        if state.count > 0 {
+        let is_moving = state.count > 0;
+        if is_moving {
+            state.moving += elapsed;
+        }
+        if is_moving && (state.draining || state.count * 2 >= self.room) {
             state.busy += elapsed;
         } else {
-            state.idle += elapsed;
-        }
-        if state.count * 2 < self.room {
-            state.slack += elapsed;
+            state.waiting += elapsed;
         }
         state.since = now;
         state
     }
 }
 
-/// What a stage did, and how much more it could have done.
-#[derive(Debug)]
-pub(super) struct StageAccount {
-    outcome: StageOutcome,
-    slack_seconds: f64,
-}
-
-/// The accounts as the report has them, and the stage with the least slack, if anything flowed.
-pub(super) fn settle(accounts: Vec<StageAccount>) -> (Vec<StageOutcome>, Option<String>) {
-    let flowed = accounts.iter().filter(|account| account.outcome.bytes > 0);
-    let slowest = flowed
-        .min_by(|a, b| a.slack_seconds.total_cmp(&b.slack_seconds))
-        .map(|account| account.outcome.stage.clone());
-    let outcomes = accounts.into_iter().map(|account| account.outcome);
-    (outcomes.collect(), slowest)
+/// The stage that was busy longest, if anything flowed.
+pub(super) fn slowest(stages: &[StageOutcome]) -> Option<String> {
+    let flowed = stages.iter().filter(|stage| stage.bytes > 0);
+    flowed
+        .max_by(|a, b| a.busy_seconds.total_cmp(&b.busy_seconds))
+        .map(|stage| stage.stage.clone())
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
@@ -192,15 +185,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_slowest_stage_is_the_one_that_waits_least() {
+    fn the_slowest_stage_is_the_one_that_is_busy_longest() {
         let copy = Gauge::new("copy", 1);
         copy.busy(100, Duration::from_secs(1));
-        copy.blocked(Duration::from_secs(9));
+        // It was done early: that it did not wait to the end does not make it slow.
+        copy.blocked(Duration::from_secs(3));
         let compress = Gauge::new("compress", 2);
         compress.busy(100, Duration::from_secs(18));
         compress.starved(Duration::from_secs(2));
-        let (stages, slowest) = settle(vec![copy.outcome(), compress.outcome()]);
-        assert_eq!(slowest.as_deref(), Some("compress"));
+        let stages = [copy.outcome(), compress.outcome()];
+        assert_eq!(slowest(&stages).as_deref(), Some("compress"));
         assert!(
             (stages[1].busy_seconds - 9.0).abs() < 1e-9,
             "divided by the workers"
@@ -210,27 +204,33 @@ mod tests {
 
     #[test]
     fn nothing_flowed_nothing_is_slowest() {
-        let (_, slowest) = settle(vec![Gauge::new("copy", 1).outcome()]);
-        assert_eq!(slowest, None);
+        assert_eq!(slowest(&[Gauge::new("copy", 1).outcome()]), None);
     }
 
     #[test]
-    fn a_wire_with_few_requests_is_busy_and_has_slack() {
+    fn a_wire_that_could_take_more_waits_until_no_more_comes() {
+        let pass = || std::thread::sleep(Duration::from_millis(2));
         let wire = Wire::new("upload", 4);
         wire.enter();
-        std::thread::sleep(Duration::from_millis(2));
+        pass();
         let few = wire.outcome();
-        assert!(few.outcome.busy_seconds > 0.0 && few.slack_seconds >= few.outcome.busy_seconds);
+        assert!(few.busy_seconds == 0.0 && few.starved_seconds > 0.0);
         wire.enter();
         let before = wire.outcome();
-        std::thread::sleep(Duration::from_millis(2));
-        let after = wire.outcome();
-        assert!(after.outcome.busy_seconds > before.outcome.busy_seconds);
+        pass();
+        let half = wire.outcome();
+        assert!(half.busy_seconds > 0.0);
+        assert!((half.starved_seconds - before.starved_seconds).abs() < f64::EPSILON);
+        wire.leave(10);
+        wire.drain();
+        let before = wire.outcome();
+        pass();
+        let drained = wire.outcome();
         assert!(
-            (after.slack_seconds - before.slack_seconds).abs() < f64::EPSILON,
-            "half full is no slack"
+            drained.busy_seconds > before.busy_seconds,
+            "the rest is its own"
         );
         wire.leave(10);
-        assert_eq!(wire.outcome().outcome.bytes, 10);
+        assert!(wire.outcome().bytes == 20 && wire.outcome().rate > 0.0);
     }
 }

@@ -15,7 +15,7 @@ use tokio::task::{JoinError, JoinSet};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, Wire, settle};
+use super::gauge::{Gauge, Wire, slowest};
 use super::stage::spawn;
 use super::transfer::task_panicked;
 use crate::codec::{Decoder, FrameError};
@@ -151,11 +151,11 @@ pub fn load(
     });
     abort.result()?;
 
-    let mut accounts = vec![wire.outcome(), code_gauge.outcome()];
+    let mut stages = vec![wire.outcome(), code_gauge.outcome()];
     if to_gpus {
-        accounts.push(copy_gauge.outcome());
+        stages.push(copy_gauge.outcome());
     }
-    let (stages, slowest_stage) = settle(accounts);
+    let slowest_stage = slowest(&stages);
     Ok(Loaded {
         stages,
         slowest_stage,
@@ -366,6 +366,7 @@ impl Fetcher {
             tasks.spawn_on(task, &self.runtime);
         }
         drop(jobs);
+        self.wire.drain();
         self.runtime.block_on(async {
             while let Some(done) = tasks.join_next().await {
                 self.ended(done);

@@ -10,7 +10,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, settle};
+use super::gauge::{Gauge, slowest};
 use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer, PartJob};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
@@ -147,8 +147,8 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     });
     abort.result()?;
 
-    let accounts = vec![copy_gauge.outcome(), code_gauge.outcome(), wire.outcome()];
-    let (stages, slowest_stage) = settle(accounts);
+    let stages = vec![copy_gauge.outcome(), code_gauge.outcome(), wire.outcome()];
+    let slowest_stage = slowest(&stages);
     Ok(Saved {
         lanes: put_together(work.targets, objects, receipts)?,
         stages,

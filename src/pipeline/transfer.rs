@@ -73,7 +73,10 @@ impl Uploader {
                 () = self.abort.token().cancelled() => break,
                 job = parts.recv(), if packing && under_way.len() < self.parallelism => match job {
                     Some(job) => { under_way.spawn(self.upload(job)); }
-                    None => packing = false,
+                    None => {
+                        packing = false;
+                        self.wire.drain();
+                    }
                 },
                 Some(done) = under_way.join_next(), if !under_way.is_empty() => self.acknowledge(done, &mut receipts),
             }

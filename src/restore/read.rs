@@ -28,9 +28,14 @@ use crate::store::{Key, Store};
 /// Exit 6 without an image, 3 when the store cannot be reached, 20 when a byte is not what was saved.
 pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
     let clock = PhaseClock::start(&session.meter, Phase::Read);
-    let image = open_image(session, image).map_err(reads_only)?;
+    let (image, skipped) = open_image(session, image).map_err(reads_only)?;
     let loaded = load_nowhere(session, &image)
         .map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
+    if !skipped.is_empty() {
+        let image = image_id(image.generation);
+        let cause = NewerIsDamaged { image, skipped };
+        return Err(Failure::new(ExitCode::RestoreRefused, Phase::Read, cause));
+    }
     Ok(Outcome {
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
@@ -50,7 +55,7 @@ pub fn cat(
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     let clock = PhaseClock::start(&session.meter, Phase::Read);
-    let image = open_image(session, image).map_err(reads_only)?;
+    let (image, _warned_of) = open_image(session, image).map_err(reads_only)?;
     let extent = choose_extent(&image, gpu)
         .map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
     cat_extent(session, &extent, out)
@@ -83,6 +88,7 @@ pub(crate) fn outcome_of(
         generation: image.generation,
         image: image_id(image.generation),
         attempt: image.attempt.clone(),
+        skipped: Vec::new(),
         targets,
         bytes: Bytes {
             raw: image.manifest.raw_len(),
@@ -98,7 +104,10 @@ pub(crate) fn outcome_of(
     }
 }
 
-pub(super) fn open_image(session: &Session, which: ImageRef) -> Result<Image, Failure> {
+pub(super) fn open_image(
+    session: &Session,
+    which: ImageRef,
+) -> Result<(Image, Vec<String>), Failure> {
     let opened = session.wait(Image::open(&*session.store, &session.config.job, which));
     let (image, skipped) = opened.map_err(|error| {
         let code = if matches!(error, ImageError::NoImage { .. }) {
@@ -108,10 +117,19 @@ pub(super) fn open_image(session: &Session, which: ImageRef) -> Result<Image, Fa
         };
         Failure::new(code, Phase::Read, error)
     })?;
-    for skip in skipped {
+    let skipped: Vec<String> = skipped.iter().map(ToString::to_string).collect();
+    for skip in &skipped {
         tracing::warn!("skipped image {skip}");
     }
-    Ok(image)
+    Ok((image, skipped))
+}
+
+/// An older image verifies, but the newest does not: nobody should take that for good news.
+#[derive(Debug, thiserror::Error)]
+#[error("image {image} verifies, but it is not the newest; passed over: {}", skipped.join("; "))]
+struct NewerIsDamaged {
+    image: String,
+    skipped: Vec<String>,
 }
 
 /// A command that only reads answers 3, not 20, when the store cannot be reached.

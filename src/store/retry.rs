@@ -323,7 +323,7 @@ impl Attempts<'_> {
         if self.failing_for() + pause >= self.policy.timeout {
             return Err(self.gave_up(RetryLimit::Timeout(self.policy.timeout), error));
         }
-        self.wait(pause, error).await
+        self.wait(pause, self.policy.timeout, error).await
     }
 
     /// Waits for an object that must be there; `error` says what was seen instead.
@@ -332,16 +332,21 @@ impl Attempts<'_> {
         if self.failing_for() + pause >= self.policy.absence_patience {
             return Err(error);
         }
-        self.wait(pause, error).await
+        self.wait(pause, self.policy.absence_patience, error).await
     }
 
-    async fn wait(&mut self, pause: Duration, error: StoreError) -> Result<(), StoreError> {
+    async fn wait(
+        &mut self,
+        pause: Duration,
+        limit: Duration,
+        error: StoreError,
+    ) -> Result<(), StoreError> {
         let deadline = *self.deadline.borrow();
         if deadline.is_some_and(|deadline| Instant::now() + pause >= deadline) {
             return Err(self.gave_up(RetryLimit::Deadline, error));
         }
         self.meter.retries.fetch_add(1, Ordering::Relaxed);
-        self.tell(pause, &error);
+        self.tell(pause, limit, &error);
         self.last = Some(error);
         tokio::select! {
             biased;
@@ -352,7 +357,7 @@ impl Attempts<'_> {
 
     /// Every failed attempt is worth a line to whoever looks closely. One that has been failing for a while is worth one to everybody, now and then for all
     /// requests together: silence for as long as `store.retry_timeout` looks like a hang.
-    fn tell(&self, pause: Duration, error: &StoreError) {
+    fn tell(&self, pause: Duration, limit: Duration, error: &StoreError) {
         let chain = crate::error::chain(error).join(": ");
         tracing::debug!(attempt = self.count, ?pause, "trying again: {chain}");
         if self.failing_for() < TELL_AFTER {
@@ -361,8 +366,7 @@ impl Attempts<'_> {
         let mut told_at = self.told_at.lock().unwrap_or_else(PoisonError::into_inner);
         if told_at.is_none_or(|at| at.elapsed() >= TELL_EVERY) {
             *told_at = Some(Instant::now());
-            let limit = self.policy.timeout;
-            tracing::warn!("{chain}; trying again, up to {limit:?} (store.retry_timeout)");
+            tracing::warn!("{chain}; trying again, up to {limit:?} in all (store.retry_timeout)");
         }
     }
 
