@@ -89,15 +89,17 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
         }
     };
     let free_again = match then {
-        Then::Suspend => committed.suspended_at,
+        Then::Suspend => Ok(committed.suspended_at),
         Then::Resume => {
             let image = &committed.image;
-            resume(session, &mut clock, &driver, &target, suspended, image)?
+            resume(session, &mut clock, &driver, &target, suspended, image)
         }
     };
+    // Whatever became of the target, uploads for GPUs without data are not left in the store.
     for leftover in attempt.abort_uploads(session, &committed.landed) {
         tracing::warn!("{leftover}");
     }
+    let free_again = free_again?;
     Ok(report(
         clock, session, &driver, &target, committed, free_again,
     ))

@@ -6,13 +6,13 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use super::report::{Done, Rows, image_id};
+use super::report::{Done, Rows};
 use super::units::{float, ratio, size, sizes};
 use crate::codec::FrameKind;
 use crate::config::JobName;
 use crate::driver::ApiVersion;
 use crate::error::{ExitCode, Failure, Phase};
-use crate::image::{self, Image, ImageError, ImageRef, Skipped, Standing};
+use crate::image::{self, Image, ImageError, ImageRef, Skipped, Standing, image_id};
 use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifest};
 use crate::store::Store;
 

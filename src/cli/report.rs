@@ -11,6 +11,7 @@ use serde::{Serialize, Serializer};
 use super::images::{ImageListing, Inspection, JobListing};
 use super::units::{size, sizes, whole};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
+use crate::image::image_id;
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds, StageOutcome};
 
 /// What a command did, or why it did not.
@@ -310,11 +311,6 @@ impl RunReport {
         }
         rows.text
     }
-}
-
-/// The ID of an image: its generation in 8 digits.
-pub(super) fn image_id(generation: u64) -> String {
-    format!("{generation:08}")
 }
 
 /// Messages of other systems may hold line breaks; the last line must stay one.

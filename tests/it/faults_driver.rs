@@ -4,8 +4,8 @@
 use std::collections::HashSet;
 use std::process::Command;
 
-use crate::support::Ckptstream;
 use crate::support::scene::{Scene, Watched, assert_failed, cause, told, until};
+use crate::support::{Ckptstream, Target};
 
 /// Codes of the header, and two that no header has.
 const CODES: [u32; 11] = [1, 2, 3, 201, 304, 401, 600, 801, 802, 999, 12345];
@@ -415,6 +415,19 @@ fn resume_that_fails_leaves_a_good_image_and_says_where_the_target_is() {
         assert_eq!(scene.images(&job), [1], "{fault}");
         saver.cli.ok("verify");
     }
+}
+
+#[test]
+fn resume_that_fails_leaves_no_upload_open_for_a_gpu_without_data() {
+    let scene = Scene::new(&[]);
+    let mut target = Target::start(&scene.node, "--gpus 1 --bytes 2MiB --seed 4 --step-ms 20");
+    target.wait_for("step 1 ");
+    let saver = scene.saver("job", "fault=cuCheckpointProcessRestore#1=code:2");
+    let run = saver
+        .cli
+        .run(&format!("checkpoint --pid {} --then resume", target.pid()));
+    assert_failed("resume", &run, 14, "restore", &[]);
+    assert_no_open_uploads(&scene);
 }
 
 #[test]
