@@ -14,10 +14,11 @@ pub(crate) struct Args {
     /// Memory per GPU, as "512MiB"; a comma list is one size per GPU, of which the last repeats; 0 = a GPU without memory
     #[arg(long, required = true, value_name = "SIZE[,SIZE...]", value_delimiter = ',', value_parser = crate::units::parse_size)]
     bytes: Vec<u64>,
-    /// What the memory looks like; a comma list is one kind per GPU, of which the last repeats
+    /// What the memory looks like: weights, zeros, random, mixed, or file:PATH (with --steps 0: the file's bytes, repeated where the memory
+    /// is longer); a comma list is one kind per GPU, of which the last repeats
     #[arg(
         long,
-        value_enum,
+        value_parser = Fill::parse,
         default_value = "mixed",
         value_name = "KIND[,KIND...]",
         value_delimiter = ','
@@ -53,7 +54,7 @@ pub(crate) struct Plan {
 }
 
 /// The memory of one GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GpuPlan {
     pub(crate) bytes: u64,
     pub(crate) fill: Fill,
@@ -63,7 +64,7 @@ impl Args {
     /// Spreads the lists over the GPUs.
     ///
     /// # Errors
-    /// A list with more entries than there are GPUs.
+    /// A list with more entries than there are GPUs; a file that is to be computed on.
     pub(crate) fn plan(&self) -> Result<Plan, TargetError> {
         let gpu_count = self.gpus as usize;
         for (flag, len) in [("--bytes", self.bytes.len()), ("--fill", self.fill.len())] {
@@ -75,12 +76,16 @@ impl Args {
                 });
             }
         }
-        let gpus = (0..gpu_count)
+        let gpus: Vec<GpuPlan> = (0..gpu_count)
             .map(|index| GpuPlan {
-                bytes: at_or_last(&self.bytes, index),
-                fill: at_or_last(&self.fill, index),
+                bytes: *at_or_last(&self.bytes, index),
+                fill: at_or_last(&self.fill, index).clone(),
             })
             .collect();
+        let has_file = gpus.iter().any(|gpu| matches!(gpu.fill, Fill::File(_)));
+        if has_file && self.steps != Some(0) {
+            return Err(TargetError::FileIsComputedOn);
+        }
         Ok(Plan {
             gpus,
             seed: self.seed,
@@ -92,8 +97,8 @@ impl Args {
 }
 
 /// The entry at `index`, or the last one: clap gives neither list empty.
-fn at_or_last<T: Copy>(list: &[T], index: usize) -> T {
-    list[index.min(list.len() - 1)]
+fn at_or_last<T>(list: &[T], index: usize) -> &T {
+    &list[index.min(list.len() - 1)]
 }
 
 #[cfg(test)]
@@ -117,12 +122,30 @@ mod tests {
     #[test]
     fn lists_repeat_their_last_entry() {
         let plan = plan("--gpus 3 --bytes 1MiB,0 --fill random,zeros").expect("fits");
-        let gpus: Vec<_> = plan.gpus.iter().map(|gpu| (gpu.bytes, gpu.fill)).collect();
+        let gpus: Vec<_> = plan.gpus.iter().map(|gpu| (gpu.bytes, &gpu.fill)).collect();
         assert_eq!(
             gpus,
-            [(1 << 20, Fill::Random), (0, Fill::Zeros), (0, Fill::Zeros)]
+            [
+                (1 << 20, &Fill::Random),
+                (0, &Fill::Zeros),
+                (0, &Fill::Zeros)
+            ]
         );
         assert_eq!(plan.step_count, None);
+    }
+
+    #[test]
+    fn a_file_is_held_and_never_computed_on() {
+        let held = plan("--bytes 1MiB --fill file:a=b.bin --steps 0").expect("fits");
+        assert_eq!(held.gpus[0].fill, Fill::File("a=b.bin".into()));
+        for steps in ["", " --steps 3"] {
+            let error = plan(&format!("--bytes 1MiB --fill file:x{steps}")).expect_err("computes");
+            assert!(error.to_string().contains("--steps 0"), "{error}");
+        }
+        for fill in ["file", "file:", "Weights", "noise"] {
+            let line = ["target", "--bytes", "1MiB", "--fill", fill];
+            assert!(Line::try_parse_from(line).is_err(), "{fill}");
+        }
     }
 
     #[test]

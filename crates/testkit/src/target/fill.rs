@@ -6,10 +6,16 @@
 //! `weights` cycles through the tensors of mixed-precision training: bf16 weights, the fp32 master copy, Adam's two moments. `mixed` puts
 //! zero pools and incompressible stretches between them.
 
+use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use clap::ValueEnum;
+
+/// What the name of a file follows in `--fill`.
+const FILE_PREFIX: &str = "file:";
+
 /// How the memory of one GPU is filled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Fill {
     /// Trained-looking tensors: bf16, fp32 and Adam state, a quarter each of the latter's two moments
     Weights,
@@ -19,12 +25,29 @@ pub(crate) enum Fill {
     Random,
     /// 60 % weights, 25 % zero pools, 15 % incompressible stretches
     Mixed,
+    /// The bytes of a file, which are held and not computed on (see [`super::file`])
+    #[value(skip)]
+    File(PathBuf),
 }
 
 impl Fill {
-    /// The number that stands for this kind in a stored job header.
-    pub(crate) fn code(self) -> u64 {
+    /// Parses a kind by its name, or `file:PATH`.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        match text.strip_prefix(FILE_PREFIX) {
+            Some("") => Err(format!(
+                "`{FILE_PREFIX}` needs the path of a file behind it"
+            )),
+            Some(path) => Ok(Self::File(PathBuf::from(path))),
+            None => Self::from_str(text, false).map_err(|_error| {
+                format!("`{text}` is none of weights, zeros, random, mixed, {FILE_PREFIX}PATH")
+            }),
+        }
+    }
+
+    /// The number that stands for this kind in a stored job header. A file is in none: its memory is held, byte for byte.
+    pub(crate) fn code(&self) -> u64 {
         match self {
+            Self::File(_) => 0,
             Self::Weights => 1,
             Self::Zeros => 2,
             Self::Random => 3,
@@ -55,6 +78,15 @@ pub(crate) enum Content {
     AdamM,
     /// Adam's second moment: the same, never negative.
     AdamV,
+    /// What a file says. It stays as it is.
+    Held,
+}
+
+impl Content {
+    /// Whether steps change it.
+    pub(crate) fn is_computed_on(self) -> bool {
+        !matches!(self, Self::Zeros | Self::Held)
+    }
 }
 
 /// Blocks that share one tensor: 4 MiB of it with full-sized blocks, so that a zero pool holds whole chunks of the default size.
@@ -81,13 +113,14 @@ pub(crate) struct Tensor {
 
 impl Tensor {
     /// The tensor at `block_index` of `gpu_index`.
-    pub(crate) fn at(fill: Fill, seed: u64, gpu_index: usize, block_index: u64) -> Self {
+    pub(crate) fn at(fill: &Fill, seed: u64, gpu_index: usize, block_index: u64) -> Self {
         let tensor_index = block_index / TENSOR_BLOCK_COUNT;
         let content = match fill {
             Fill::Zeros => Content::Zeros,
             Fill::Random => Content::Random,
             Fill::Weights => pick(&WEIGHTS, tensor_index),
             Fill::Mixed => pick(&MIXED, tensor_index),
+            Fill::File(_) => Content::Held,
         };
         let key = mix(mix(seed, gpu_index as u64), tensor_index);
         // Between 0.01 and 0.06, where the layers of trained transformers lie.
@@ -95,10 +128,11 @@ impl Tensor {
         Self { content, sigma }
     }
 
-    /// Writes the tensor's bytes over the whole of `block`: the same bytes for the same key.
+    /// Writes the tensor's bytes over the whole of `block`: the same bytes for the same key. What is held is not written.
     pub(crate) fn write(self, key: u64, block: &mut [u8]) {
         match self.content {
             Content::Zeros => block.fill(0),
+            Content::Held => {}
             Content::Random => write_words(block, |index| random(key, index)),
             Content::Bf16 => {
                 let normal = &*NORMAL;

@@ -61,15 +61,19 @@ impl<M: DeviceMemory> Job<M> {
     /// Fills the memory: the job at step 0. The digest of it comes along if the plan wants digests.
     ///
     /// # Errors
-    /// No GPU has the memory for the state of a job that computes; a CUDA call failed.
+    /// No GPU has the memory for the state of a job that computes; a file cannot be read; a CUDA call failed.
     pub(crate) fn fill(memory: M, plan: Plan) -> Result<(Self, Option<Digest>), TargetError> {
         let mut job = Self::new(memory, plan)?;
         let mut digest = (job.plan.digest_every > 0).then(xxhash3_128::Hasher::new);
         let mut header_block = None;
+        let files = job.plan.files()?;
         for block in job.plan.blocks() {
             let bytes = &mut job.buffer[..block.len];
             let state = mix(mix(job.plan.seed, block.gpu_index as u64), !block.index);
-            block.tensor.write(state, bytes);
+            match &files[block.gpu_index] {
+                Some(file) => file.read(block.offset, bytes)?,
+                None => block.tensor.write(state, bytes),
+            }
             if block.is_live() {
                 bytes[..STAMP_LEN].copy_from_slice(&Stamp { step: 0, state }.encode());
             }
@@ -318,7 +322,10 @@ mod tests {
     fn plan(gpus: &[(u64, Fill)], step_count: Option<u64>) -> Plan {
         let gpus = gpus
             .iter()
-            .map(|&(bytes, fill)| GpuPlan { bytes, fill })
+            .map(|(bytes, fill)| GpuPlan {
+                bytes: *bytes,
+                fill: fill.clone(),
+            })
             .collect();
         Plan {
             gpus,
@@ -475,6 +482,36 @@ mod tests {
             ),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_file_is_the_memory_byte_for_byte() {
+        let raw: Vec<u8> = (0..150_000_u32)
+            .map(|index| fold(u128::from(index) << 61).to_le_bytes()[0])
+            .collect();
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        std::fs::write(file.path(), &raw).expect("write");
+        let fill = Fill::File(file.path().to_owned());
+        let held = plan(
+            &[(100_000, fill.clone()), (50_000, Fill::Zeros), (100, fill)],
+            Some(0),
+        );
+        let memory = Fake::new(&held);
+        let (job, digest) = Job::fill(memory.clone(), held.clone()).expect("fill");
+        assert!(job.is_held_only());
+        let expected = [&raw[..100_000], &[0; 50_000], &raw[..100]];
+        for (gpu, expected) in memory.gpus.borrow().iter().zip(expected) {
+            assert!(
+                gpu == expected,
+                "no header and no stamp lies in held memory"
+            );
+        }
+        let whole = Digest(xxhash3_128::Hasher::oneshot(&expected.concat()));
+        assert_eq!(digest, Some(whole));
+        let (mut resumed, progress) = Job::resume(memory, held).expect("resume");
+        assert_eq!(progress.step, 0);
+        assert_eq!(resumed.advance().expect("advance"), None);
+        assert_eq!(resumed.digest().expect("digest"), whole);
     }
 
     #[test]

@@ -10,7 +10,8 @@
 
 use super::TargetError;
 use super::args::{GpuPlan, Plan};
-use super::fill::{Content, Fill, Tensor};
+use super::file::FileBytes;
+use super::fill::{Fill, Tensor};
 
 /// Largest block: one copy of it is one update.
 const BLOCK_LEN_MAX: u64 = 1 << 20;
@@ -65,11 +66,11 @@ pub(super) struct Block {
 impl Block {
     /// Whether steps change it.
     pub(super) fn is_live(&self) -> bool {
-        self.is_header || (self.tensor.content != Content::Zeros && self.len >= STAMP_LEN)
+        self.is_header || (self.tensor.content.is_computed_on() && self.len >= STAMP_LEN)
     }
 
     pub(super) fn is_refreshed_in(&self, step: u64) -> bool {
-        self.tensor.content != Content::Zeros && (self.index + step).is_multiple_of(REFRESH_PERIOD)
+        self.tensor.content.is_computed_on() && (self.index + step).is_multiple_of(REFRESH_PERIOD)
     }
 }
 
@@ -88,7 +89,7 @@ impl Plan {
                     let offset = index * block_len;
                     #[expect(clippy::cast_possible_truncation, reason = "at most a MiB")]
                     let len = block_len.min(gpu.bytes - offset) as usize;
-                    let tensor = Tensor::at(gpu.fill, seed, gpu_index, index);
+                    let tensor = Tensor::at(&gpu.fill, seed, gpu_index, index);
                     Block {
                         gpu_index,
                         index,
@@ -101,10 +102,23 @@ impl Plan {
             })
     }
 
-    /// The first GPU whose memory holds a header.
+    /// The first GPU whose memory holds a header; none when a file says what the memory is.
     fn header_gpu(&self) -> Option<usize> {
+        let is_file = |gpu: &GpuPlan| matches!(gpu.fill, Fill::File(_));
+        if self.gpus.iter().any(is_file) {
+            return None;
+        }
         let len = (STAMP_LEN + self.header_len()) as u64;
         self.gpus.iter().position(|gpu| gpu.bytes >= len)
+    }
+
+    /// For each GPU, the file that says what its memory is.
+    pub(super) fn files(&self) -> Result<Vec<Option<FileBytes>>, TargetError> {
+        let file_of = |gpu: &GpuPlan| match &gpu.fill {
+            Fill::File(path) => FileBytes::open(path).map(Some),
+            _ => Ok(None),
+        };
+        self.gpus.iter().map(file_of).collect()
     }
 
     pub(super) fn header_block(&self) -> Option<Block> {
@@ -174,7 +188,7 @@ impl Plan {
 
 impl GpuPlan {
     /// Bytes in each block but the last: follows from the size alone, so that a process that knows only its command line finds them.
-    fn block_len(self) -> u64 {
+    fn block_len(&self) -> u64 {
         (self.bytes / BLOCK_COUNT_AIM)
             .next_power_of_two()
             .clamp(BLOCK_LEN_MIN, BLOCK_LEN_MAX)

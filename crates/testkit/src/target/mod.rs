@@ -8,11 +8,13 @@
 
 mod args;
 mod cuda;
+mod file;
 mod fill;
 mod job;
 mod layout;
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -35,6 +37,15 @@ pub(crate) enum TargetError {
         "no GPU has the {needed} bytes that the state of a job takes ({bytes} in all): raise --bytes or use --steps 0"
     )]
     NoRoomForState { bytes: u64, needed: usize },
+    #[error(
+        "--fill file:… holds still: give --steps 0, or a kind of memory that can be computed on"
+    )]
+    FileIsComputedOn,
+    #[error("--fill file:{path} cannot be read")]
+    FillFile {
+        path: PathBuf,
+        source: std::io::Error,
+    },
     #[error("GPU memory holds no job (its first word is {found:#018x})")]
     NoJob { found: u64 },
     #[error("the job in GPU memory uses {stored} GPUs, but --gpus says {given}")]
