@@ -73,9 +73,10 @@ emulated_driver_dir() {
     scripts/with-emulated-driver.sh sh -c 'printf "%s\n" "${LD_LIBRARY_PATH%%:*}"'
 }
 
-# python_with REQUIREMENT...: a Python with these packages, in a virtual environment beside the build; prints its path.
+# python_with REQUIREMENT...: a Python with these packages, in a virtual environment beside the build; prints its path. VENV_NAME names the environment,
+# where more than one set of packages is in use.
 python_with() {
-    local venv=$TARGET_DIR/venv
+    local venv=$TARGET_DIR/${VENV_NAME:-venv}
     if [ "$(cat "$venv/requirements" 2>/dev/null)" != "$*" ]; then
         need python3 python3 >&2
         # Debian keeps the pip of new environments in a package of its own.
