@@ -46,7 +46,8 @@ def weights(wheel):
 
 def as_bf16(floats):
     """The nearest bf16 of each, ties to even, as 16-bit words."""
-    bits = np.ascontiguousarray(floats, "<f4").view("<u4").astype(np.uint64)
+    bits = np.ascontiguousarray(floats, "<f4").view("<u4")
+    # No finite value is so large that the sum leaves 32 bits.
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
