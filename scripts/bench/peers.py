@@ -9,6 +9,7 @@ in the ckptstream process itself: the target holds still, and it, the server and
 """
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from harness import BUCKET, Bench, BenchError, Runs, Server, interleaved
 
 MIB, GIB = 1 << 20, 1 << 30
 HERE = Path(__file__).resolve().parent
+# A machine with more to do than this gives no figures.
+BUSY_LOAD = 0.5
 KINDS = ["random", "zero", "fp32", "bf16", "fp16", "adam", "kv", "int8", "image"]
 S5CMD_FLAGS = ["--concurrency", "8", "--part-size", "16"]
 RCLONE_FLAGS = ["--s3-chunk-size", "16M", "--s3-upload-concurrency", "8", "--s3-no-check-bucket", "--s3-disable-checksum"]
@@ -99,10 +102,9 @@ class Comparison:
         where = ["--job", job, "--store", f"s3://{BUCKET}/bench", "--endpoint", server.endpoint]
         return [self.bench.ckptstream, "checkpoint", "--pid", str(pid), *where, "--config", self.config(mode), "--progress", "none"]
 
-    def save(self, server, file, size, mode=None, job=None):
-        job = job or f"save-{self.bench.serial()}"
+    def save(self, server, file, size, mode=None):
         with self.bench.target(file, size, "lazy") as target:
-            command = self.save_command(target.pid, server, job, mode)
+            command = self.save_command(target.pid, server, f"save-{self.bench.serial()}", mode)
             return self.bench.measure(command, self.bench.cuda_env(size, "lazy"), server)
 
     def restore(self, server, file, size, job):
@@ -250,39 +252,66 @@ class Comparison:
 
     def restore_image(self):
         size = self.sizes.large
-        file = self.bench.data("image", size)
         with Server(self.bench) as server:
-            self.save(server, file, size, job="kept")
-            put = self.zstd_pipe(file, "kept.zst")
+            file = self.keep(server, "image", size)
+            put = self.zstd_pipe(self.bench.data("image", size), "kept.zst")
             self.bench.measure(put, self.bench.client_env(server), server)
             self.bench.drop_data()
             get = f'"$1" cat {" ".join(S5CMD_FLAGS)} s3://{BUCKET}/kept.zst | zstd -dc >/dev/null'
             command = ["bash", "-o", "pipefail", "-c", get, "bash", self.s5cmd]
             by = self.runs(
                 {
-                    "ckptstream": (size, "ckptstream restore --into-fresh", partial(self.restore, server, file, size, "kept")),
+                    "ckptstream": self.restoring(server, file, size),
                     "s5cmd cat | zstd -dc": self.peering(server, size, command),
                 }
             )
         figures = [times("rate against s5cmd cat | zstd -dc", by["ckptstream"].rate, by["s5cmd cat | zstd -dc"].rate, 3)]
         return Row("restore-image", f"restore, served-model image, {shown_size(size)}", list(by.values()), figures)
 
+    def keep(self, server, kind, size):
+        """Saves an image as job `kept`. The file goes before the image comes: file, target and image of 8 GiB each would not fit beside one another."""
+        file = self.bench.data(kind, size)
+        with self.bench.target(file, size, "lazy") as target:
+            self.bench.drop_data()
+            self.bench.measure(self.save_command(target.pid, server, "kept", None), self.bench.cuda_env(size, "lazy"), server)
+        return file
+
+    def restoring(self, server, file, size):
+        return size, "ckptstream restore --into-fresh", partial(self.restore, server, file, size, "kept")
+
     def restore_incompressible(self):
         """The peer reads the very object that holds our image: nearly the same bytes, since they did not compress."""
         size = self.sizes.large
-        file = self.bench.data("random", size)
         with Server(self.bench) as server:
-            self.save(server, file, size, job="kept")
-            self.bench.drop_data()
+            file = self.keep(server, "random", size)
             command = self.python_peer("obstore_client.py", "get-largest", "bench/")
             by = self.runs(
                 {
-                    "ckptstream": (size, "ckptstream restore --into-fresh", partial(self.restore, server, file, size, "kept")),
+                    "ckptstream": self.restoring(server, file, size),
                     "obstore get_range × 8": self.peering(server, size, command),
                 }
             )
         figures = [times("rate against obstore get_range × 8", by["ckptstream"].rate, by["obstore get_range × 8"].rate, 0.8)]
         return Row("restore-incompressible", f"restore, incompressible, {shown_size(size)}", list(by.values()), figures)
+
+    def downloads(self):
+        """No bar, as `uploads`; all peers read the object of one of them."""
+        size = self.sizes.medium
+        with Server(self.bench) as server:
+            put = self.obstore_put(self.bench.data("random", size))
+            self.bench.measure([str(word).replace("KEY", "raw/object") for word in put], self.bench.client_env(server), server)
+            file = self.keep(server, "random", size)
+            url = f"s3://{BUCKET}/raw/object"
+            drop = ["bash", "-c", '"$@" >/dev/null', "bash"]
+            by = self.runs(
+                {
+                    "ckptstream": self.restoring(server, file, size),
+                    "obstore get_range × 8": self.peering(server, size, self.python_peer("obstore_client.py", "get-largest", "raw/")),
+                    "s5cmd cat": self.peering(server, size, [*drop, self.s5cmd, "cat", *S5CMD_FLAGS, url]),
+                    "aws s3 cp": self.peering(server, size, [*drop, self.venv_bin / "aws", "s3", "cp", "--quiet", url, "-"]),
+                }
+            )
+        return Row("downloads", f"every peer, restore, incompressible, {shown_size(size)}", list(by.values()))
 
     def never_slower(self):
         size = self.sizes.medium
@@ -356,6 +385,7 @@ class Comparison:
             "growth": self.growth,
             "small": self.small,
             "uploads": self.uploads,
+            "downloads": self.downloads,
         }
 
 
@@ -398,16 +428,19 @@ def main():
     if args.runs < 1:
         parser.error("--runs takes 1 or more")
 
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD:
+        print(f"bench-peers: WARNING: the load is {load:.1f}: this machine is busy, and no figure will be right", file=sys.stderr)
     # What is started and made is cleared away on a signal too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Data and logs lie in memory: no disk takes part.
     with tempfile.TemporaryDirectory(prefix="bench-peers-", dir="/dev/shm") as folder:
         bench = Bench(Path(folder), args.bin_dir, args.driver_dir, args.wheel)
         comparison = Comparison(bench, Sizes.quick() if args.quick else Sizes.full(args.runs), args.s5cmd)
-        return run(comparison, args, parser)
+        return run(comparison, args, parser, load)
 
 
-def run(comparison, args, parser):
+def run(comparison, args, parser, load):
     """Runs the rows, prints them and writes the report; returns the exit status."""
     rows = comparison.rows()
     names = args.only.split(",") if args.only else list(rows)
@@ -424,7 +457,7 @@ def run(comparison, args, parser):
             return 2
         done.append(row)
         print("\n".join(report.plain(row)), flush=True)
-    report.write(args.out, done, comparison.sizes.run_count, args.s5cmd)
+    report.write(args.out, done, comparison.sizes.run_count, args.s5cmd, load)
     figures = [figure for row in done for figure in row.figures]
     missed = [figure for figure in figures if not figure.passes]
     print(f"bench-peers: {len(figures) - len(missed)} of {len(figures)} bars reached; report in {args.out}")

