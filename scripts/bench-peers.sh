@@ -8,7 +8,7 @@
 #   --runs    runs of each participant, 5 if not said
 #   --only    rows: incompressible image bf16 stored link restore-image restore-incompressible never-slower growth small uploads downloads
 #
-# Needs a Rust toolchain, about 21 GiB of free memory (half of it in /dev/shm) and the network for the peers; installs what else it misses on Debian and
+# Needs a Rust toolchain, 18 GiB of available memory (8 of them in /dev/shm) and the network for the peers; installs what else it misses on Debian and
 # Ubuntu. BIN_DIR names a folder with the programs and libemulated_cuda.so where they are built already. Exit 1: a bar was missed; 2: a run failed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

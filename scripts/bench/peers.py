@@ -22,6 +22,8 @@ from harness import BUCKET, Bench, BenchError, Runs, Server, interleaved
 
 MIB, GIB = 1 << 20, 1 << 30
 HERE = Path(__file__).resolve().parent
+# What a full run needs: a target of 8 GiB beside a file or an image of 8 GiB, or a target of 16 GiB; and the processes.
+FULL_MEMORY = 18 * GIB
 # A machine with more to do than this gives no figures.
 BUSY_LOAD = 0.5
 KINDS = ["random", "zero", "fp32", "bf16", "fp16", "adam", "kv", "int8", "image"]
@@ -428,6 +430,8 @@ def main():
     if args.runs < 1:
         parser.error("--runs takes 1 or more")
 
+    if not args.quick and (available := available_memory()) < FULL_MEMORY:
+        parser.error(f"{available / GIB:.1f} GiB of memory are available, and full sizes need {FULL_MEMORY // GIB}; --quick needs little")
     load = os.getloadavg()[0]
     if load > BUSY_LOAD:
         print(f"bench-peers: WARNING: the load is {load:.1f}: this machine is busy, and no figure will be right", file=sys.stderr)
@@ -438,6 +442,11 @@ def main():
         bench = Bench(Path(folder), args.bin_dir, args.driver_dir, args.wheel)
         comparison = Comparison(bench, Sizes.quick() if args.quick else Sizes.full(args.runs), args.s5cmd)
         return run(comparison, args, parser, load)
+
+
+def available_memory():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def run(comparison, args, parser, load):
