@@ -85,7 +85,11 @@ class Process:
         self.log = log
         with open(log, "wb") as out:
             self.child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
-        self.ready_line = self._wait_for(ready)
+        try:
+            self.ready_line = self._wait_for(ready)
+        except BaseException:
+            self.stop()
+            raise
 
     def _wait_for(self, prefix):
         deadline = time.monotonic() + READY_SECONDS_MAX
@@ -97,7 +101,6 @@ class Process:
             if has_ended:
                 break
             time.sleep(0.01)
-        self.stop()
         raise BenchError(f"no line `{prefix}…` from {self.child.args}:\n{self.log.read_text()}")
 
     @property
