@@ -56,8 +56,8 @@ use wire::Amount;
 
 /// Bytes of data made at most; above the caches of any processor, so that the stages read from memory as they do in a save.
 const TILE_LEN_MAX: u64 = 256 << 20;
-/// What upload and download send, over and over.
-const WIRE_LEN_MIN: usize = 64 << 20;
+/// What upload and download send, over and over; also the longest part of theirs.
+const WIRE_LEN: usize = 64 << 20;
 /// Bytes that one run of the wire moves at most.
 const WIRE_RUN_BYTES: u64 = 1 << 30;
 /// Memory per GPU that the bench takes unless it is told.
@@ -415,14 +415,14 @@ impl<'a> Bench<'a> {
             ))?;
             let threads = self.around.config.pipeline.threads as usize;
             let tile = data.tile(self.tile_len(), threads)?;
+            if index == 0 {
+                self.copies(&tile)?;
+                self.checks(&tile)?;
+                self.wire()?;
+            }
             if let Some(gpus) = &self.gpus {
                 self.step(&format!("{data}: filling the GPUs"))?;
                 gpus.fill(&tile)?;
-            }
-            if index == 0 {
-                self.copies()?;
-                self.checks(&tile)?;
-                self.wire()?;
             }
             let ways = self.kind(&data.to_string(), &tile)?;
             out.push(ways.out);
@@ -500,11 +500,13 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// The copies alone, beside the engine's own rate: raw and through the ring in turn, so that both see the same machine.
-    fn copies(&mut self) -> Result<(), BenchError> {
+    /// The copies alone, beside the engine's own rate: raw and through the ring in turn, so that both see the same machine. What the GPUs hold is lost.
+    fn copies(&mut self, tile: &[u8]) -> Result<(), BenchError> {
         let Some(gpus) = &self.gpus else {
             return Ok(());
         };
+        // Memory that was never written may have no pages yet.
+        gpus.fill(tile)?;
         let flow = self.flow(gpus);
         let count = u32::try_from(gpus.extents().len()).unwrap_or(u32::MAX);
         let bytes = self.conditions.size * u64::from(count);
@@ -514,10 +516,8 @@ impl<'a> Bench<'a> {
             (Direction::In, "raw-copy-in", "copy-in"),
         ] {
             self.step(stage)?;
-            let pairs = self.repeated(|| {
-                let ((), raw) = timed(|| gpus.copy_raw(direction))?;
-                Ok((raw, flow.copy_alone(direction)?))
-            })?;
+            let pairs =
+                self.repeated(|| Ok((gpus.copy_raw(direction)?, flow.copy_alone(direction)?)))?;
             let (raw, ring): (Vec<Took>, Vec<Took>) = pairs.into_iter().unzip();
             let raw = row(raw_stage, None, count, bytes, &raw);
             let mut ring = row(stage, None, count, bytes, &ring);
@@ -537,7 +537,7 @@ impl<'a> Bench<'a> {
         let mut rows = Vec::new();
         for threads in self.thread_counts() {
             let passes = self.passes(threads);
-            self.step(&format!("zero scan, digest, checksum on {threads} threads"))?;
+            self.step(&format!("zero scan, digest, checksum, {threads} at once"))?;
             let scans = self.repeated(|| passes.encode(&zeros, chunk_len, &coder))?;
             let digests = self.repeated(|| passes.digest(tile, chunk_len))?;
             let checksums = self.repeated(|| passes.checksum(tile, chunk_len))?;
@@ -556,22 +556,23 @@ impl<'a> Bench<'a> {
     /// Upload and download alone.
     fn wire(&mut self) -> Result<(), BenchError> {
         let part_len = usize::try_from(self.plan.part_len).unwrap_or(usize::MAX);
+        let part_len = part_len.min(WIRE_LEN);
         // Random: a store that compresses or deduplicates gains nothing from it.
-        let len = WIRE_LEN_MIN.next_multiple_of(part_len);
+        let len = WIRE_LEN / part_len * part_len;
         let bytes =
             Bytes::from(Data::Kind(Kind::Random).tile(len, self.conditions.threads as usize)?);
         // Buffers of the downloads are the bench's own and stay within the budget.
-        let in_budget = self.conditions.memory_budget / self.plan.part_len.max(1);
+        let in_budget = self.conditions.memory_budget / part_len as u64;
         let at_once = u64::from(self.conditions.parallelism).min(in_budget.max(1));
         let (bytes_max, time_max) = if self.settings.quick {
-            (WIRE_LEN_MIN as u64, Duration::from_millis(300))
+            (WIRE_LEN as u64, Duration::from_millis(300))
         } else {
             (WIRE_RUN_BYTES, Duration::from_secs(3))
         };
         let amount = Amount {
             part_len,
             at_once: usize::try_from(at_once).unwrap_or(1),
-            parts_max: bytes_max.div_ceil(self.plan.part_len).max(1),
+            parts_max: bytes_max.div_ceil(part_len as u64),
             time_max,
         };
         self.step(&format!("upload and download, --to {}", self.settings.to))?;

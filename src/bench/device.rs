@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 use super::BenchError;
+use super::measure::{Took, timed};
 use crate::driver::{BufferPool, CopyQueue, DeviceMemory, Driver, Extent};
 use crate::plan::Chunks;
 
@@ -170,39 +171,49 @@ impl Gpus {
     }
 
     /// Copies everything once, all GPUs at a time, in the largest copies that make sense, with nothing to do for the processor: the rate of the copy engine itself.
-    pub(super) fn copy_raw(&self, direction: Direction) -> Result<(), BenchError> {
-        let extents = self.extents();
-        in_threads(
-            extents
-                .iter()
-                .map(|extent| move || self.copy_raw_one(direction, extent)),
-        )
+    pub(super) fn copy_raw(&self, direction: Direction) -> Result<Took, BenchError> {
+        let lanes = self
+            .extents()
+            .into_iter()
+            .map(|extent| {
+                let copy_len = RAW_COPY_LEN.min(extent.len);
+                let buffer_len = usize::try_from(copy_len).unwrap_or(usize::MAX);
+                let pool = BufferPool::new(RAW_UNDER_WAY, buffer_len, Some(&self.driver))?;
+                let queue = CopyQueue::prepare(&self.driver, extent.device, RAW_UNDER_WAY)?;
+                Ok((pool, queue, extent))
+            })
+            .collect::<Result<Vec<_>, BenchError>>()?;
+        let ((), took) =
+            timed(|| {
+                in_threads(lanes.into_iter().map(|(pool, queue, extent)| {
+                    move || copy_raw_one(direction, &pool, queue, extent)
+                }))
+            })?;
+        Ok(took)
     }
+}
 
-    fn copy_raw_one(&self, direction: Direction, extent: &Extent) -> Result<(), BenchError> {
-        let copy_len = RAW_COPY_LEN.min(extent.len);
-        let pool = BufferPool::new(
-            RAW_UNDER_WAY,
-            usize::try_from(copy_len).unwrap_or(usize::MAX),
-            Some(&self.driver),
-        )?;
-        let mut queue = CopyQueue::prepare(&self.driver, extent.device, RAW_UNDER_WAY)?;
-        queue.bind(extent.clone())?;
-        let copies = Chunks::new(extent.len, copy_len);
-        for index in 0..copies.count() {
-            if !queue.has_room() {
-                queue.wait_oldest()?;
-            }
-            let (buffer, _waited) = pool.acquire()?;
-            let range = copies.range(index);
-            let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-            match direction {
-                Direction::Out => queue.copy_out(buffer, range.start, len)?,
-                Direction::In => queue.copy_in(buffer, range.start, len)?,
-            }
+fn copy_raw_one(
+    direction: Direction,
+    pool: &BufferPool,
+    mut queue: CopyQueue,
+    extent: Extent,
+) -> Result<(), BenchError> {
+    let copies = Chunks::new(extent.len, pool.buffer_len() as u64);
+    queue.bind(extent)?;
+    for index in 0..copies.count() {
+        if !queue.has_room() {
+            queue.wait_oldest()?;
         }
-        Ok(queue.finish()?)
+        let (buffer, _waited) = pool.acquire()?;
+        let range = copies.range(index);
+        let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        match direction {
+            Direction::Out => queue.copy_out(buffer, range.start, len)?,
+            Direction::In => queue.copy_in(buffer, range.start, len)?,
+        }
     }
+    Ok(queue.finish()?)
 }
 
 /// Runs each in a thread of its own; the first error of any.

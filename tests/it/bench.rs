@@ -255,6 +255,18 @@ fn a_store_that_fails_is_3_and_nothing_stays() {
     assert_eq!(run.code, 3, "{run:?}");
     must_be_clean(&server);
     drop(server);
+    let cli = cli.config("store.retry_timeout = '1s'\n");
     let run = cli.run("bench --quick --to store --size 12MiB --data random");
     assert_eq!(run.code, 3, "{run:?}");
+}
+
+#[test]
+fn bytes_that_come_back_different_are_20() {
+    let server = S3Server::start(&[]);
+    // A driver that copies nothing onto the GPU and says that it has.
+    let node = Node::new("memory=64MiB").with("fault=cuMemcpyHtoDAsync#*=code:0");
+    let cli = Ckptstream::new(&server, "job").on(&node);
+    let run = cli.run("bench --quick --size 8MiB --data bf16");
+    assert_eq!(run.code, 20, "{run:?}");
+    assert!(cause(&run).contains("GPU 0 does not hold"), "{run:?}");
 }
