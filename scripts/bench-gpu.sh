@@ -52,7 +52,7 @@ def verdict(share, bar):
 print(f"# `bench` on {gpus}\n")
 print(f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC, commit {os.environ['COMMIT']}. {os.environ['CPU'] or machine['processor']}, {machine['cores']} processors, {gpus}.\n")
 print(f"```console\n$ {os.environ['COMMAND_LINE']}\n```\n")
-print(f"{conditions['size'] / 2**30:.0f} GiB per GPU, medians of {conditions['runs']} runs, {conditions['threads']} codec threads, chunks of {conditions['chunk_len'] >> 20} MiB, "
+print(f"{conditions['size'] / 2**30:g} GiB per GPU, medians of {conditions['runs']} runs, {conditions['threads']} codec threads, chunks of {conditions['chunk_len'] >> 20} MiB, "
       f"memory budget {conditions['memory_budget'] / 2**30:.1f} GiB. The data is synthetic (docs/bench.md). GB = 10⁹ bytes.\n")
 print("## Bars\n\n| what | figure | against | share | bar | |\n|---|---|---|---|---|---|")
 rows = {row["stage"]: row for row in report["stages"] if row["data"] is None}
