@@ -300,7 +300,6 @@ fn fp32(value: f32, numbers: &mut Numbers) -> [u8; 4] {
 }
 
 /// The nearest bf16, ties to even; the value is finite.
-#[expect(clippy::cast_possible_truncation, reason = "the upper half is left")]
 fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
