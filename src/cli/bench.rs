@@ -194,6 +194,9 @@ pub(super) fn text(report: &Report) -> String {
             .for_each(|row| line(pipeline_line(row)));
     }
     line(String::new());
+    let node = report.verdict.node;
+    let gpu_bytes = size(node.gpu_bytes);
+    line(format!("for       {} x {gpu_bytes}, full", node.gpus));
     for (way, estimates) in [
         ("save", &report.verdict.out),
         ("restore", &report.verdict.back),
