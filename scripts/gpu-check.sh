@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What can be proven on a real GPU whose driver lacks custom storage (NVIDIA 570 to 13.3's):
 #   1. `checkpoint` on a real CUDA process refuses with exit 3, names the driver's version and the one needed, and the process computes on;
-#   2. the copy path moves real GPU memory out through zstd into the test S3 server and back, equal.
+#   2. `bench` moves real GPU memory through the whole pipeline into the test S3 server and back, compares every byte, and leaves nothing there.
 # With a newer driver step 1 is the whole road instead: checkpoint, kill, restore into a fresh process.
 #
 # usage: gpu-check.sh [BYTES]     how much GPU memory step 2 moves, 16GiB if not said
@@ -18,7 +18,6 @@ if [ ! -x "$BIN_DIR/ckptstream" ]; then
 fi
 CKPTSTREAM=$BIN_DIR/ckptstream
 TESTKIT=$BIN_DIR/testkit
-COPY_PATH=$BIN_DIR/examples/copy_path
 DIR=$(mktemp -d)
 trap 'end_started; rm -rf "$DIR"' EXIT
 use_test_store
@@ -59,8 +58,8 @@ else
 fi
 
 say ""
-say "2. the copy path, $BYTES of real GPU memory through zstd into the test S3 server and back"
-"$COPY_PATH" --store s3://ckpt/copy --endpoint "$ENDPOINT" --bytes "$BYTES" | sed 's/^/  /'
+say "2. the whole pipeline, $BYTES of real GPU memory into the test S3 server and back, every byte compared"
+"$CKPTSTREAM" bench --data bf16 --size "$BYTES" --gpus 1 --runs 1 --to store --job gpu-check --store s3://ckpt/bench --endpoint "$ENDPOINT" --progress plain 2>&1 | sed 's/^/  /'
 
 say ""
 say "gpu-check: OK in $SECONDS s"

@@ -41,6 +41,7 @@
 //! Suffixes: `_len` bytes of content, `_bytes` other amounts of bytes, `_count` how many, `_index` from 0, `_number` from 1, `_offset` bytes from the start
 //! of what is named. Times are `Duration` and `Instant`; in files they end in `_ms`.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod cli;
 pub mod codec;

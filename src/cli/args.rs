@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
+use super::bench::BenchArgs;
 use crate::config::Overrides;
 use crate::driver::GpuUuid;
 use crate::image::ImageRef;
@@ -98,6 +99,11 @@ way back: the save goes on to its end, and further signals change nothing.")]
     Verify(ImageArgs),
     /// Print the raw bytes of one GPU's memory to stdout; needs no GPU
     Cat(CatArgs),
+    /// Measure what this node can do, without a target: every stage alone, the whole pipeline both ways, and whether a save fits a notice
+    #[command(after_help = "\
+GPU memory is taken as given with --size, and filled with data that compresses like the real kinds. The verdict is for GPUs that are full. \
+A signal stops the bench; what it made in the store is removed first. docs/bench.md says what each row means.")]
+    Bench(BenchArgs),
 }
 
 impl Command {
@@ -110,6 +116,7 @@ impl Command {
             Command::Inspect(_) => "inspect",
             Command::Verify(_) => "verify",
             Command::Cat(_) => "cat",
+            Command::Bench(_) => "bench",
         }
     }
 
@@ -122,9 +129,11 @@ impl Command {
             Command::Restore(_) => {
                 "asks to stop; once the driver was asked to restore, the restore goes on to its end"
             }
-            Command::List | Command::Inspect(_) | Command::Verify(_) | Command::Cat(_) => {
-                "stops the command"
-            }
+            Command::List
+            | Command::Inspect(_)
+            | Command::Verify(_)
+            | Command::Cat(_)
+            | Command::Bench(_) => "stops the command",
         }
     }
 }
@@ -252,9 +261,11 @@ impl Args {
             Command::Restore(command) => {
                 (command.deadline.deadline.clone(), command.gpu_map.clone())
             }
-            Command::List | Command::Inspect(_) | Command::Verify(_) | Command::Cat(_) => {
-                (None, Vec::new())
-            }
+            Command::List
+            | Command::Inspect(_)
+            | Command::Verify(_)
+            | Command::Cat(_)
+            | Command::Bench(_) => (None, Vec::new()),
         };
         Overrides {
             job: self.common.job.clone(),
@@ -299,6 +310,10 @@ mod tests {
             "ckptstream restore --pid 1 --image newest",
             "ckptstream list -v --log-level info",
             "ckptstream cat --gpu 3",
+            "ckptstream bench --no-gpu --gpus 1",
+            "ckptstream bench --for 80GB",
+            "ckptstream bench --notice soon",
+            "ckptstream bench --runs 0",
         ] {
             assert!(Args::try_parse_from(line.split(' ')).is_err(), "{line}");
         }

@@ -6,6 +6,7 @@
 //! What stdout and stderr do never changes what became of the job: a reader that went away, or a terminal that cannot be drawn on, is no failure.
 
 mod args;
+mod bench;
 mod console;
 mod images;
 mod logging;
@@ -23,6 +24,7 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use tokio_util::sync::CancellationToken;
 
+use crate::bench::Surroundings;
 use crate::checkpoint::{self, Then};
 use crate::config::{Config, ConfigError, Environment, JobName, RawConfig, StoreConfig};
 use crate::error::{ExitCode, Failure, Phase};
@@ -236,6 +238,13 @@ impl Run<'_> {
                 )?;
                 Ok(None)
             }),
+            Command::Bench(command) => {
+                let mut overrides = self.args.overrides();
+                command.fill_in(&mut overrides, &raw);
+                let config = Config::resolve(&overrides, &raw, &Environment::read())
+                    .map_err(config_failure)?;
+                self.bench(&config, &command.settings()).map(Some)
+            }
         }
     }
 
@@ -270,6 +279,32 @@ impl Run<'_> {
                 .block_on(store::open(store, cancel, meter))
                 .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
             ground.runtime.block_on(images::list(&store, job))
+        })
+    }
+
+    fn bench(&self, config: &Config, settings: &crate::bench::Settings) -> Result<Done, Failure> {
+        Ground::stand(self.args.command.signal_effect(), |ground| {
+            let started = Instant::now();
+            let tell = |step: &str| match self.mode {
+                Mode::Bar | Mode::Plain => {
+                    let elapsed = started.elapsed().as_secs_f64();
+                    self.console.line(&format!("{elapsed:7.1}s {step}"));
+                }
+                Mode::Json => {
+                    let line = serde_json::json!({"event": "step", "step": step});
+                    self.console.line(&line.to_string());
+                }
+                Mode::None => {}
+            };
+            let around = Surroundings {
+                config,
+                runtime: ground.runtime.handle(),
+                meter: &ground.meter,
+                cancel: &ground.cancel,
+                tell: &tell,
+            };
+            let report = crate::bench::run(around, settings)?;
+            Ok(Done::Bench(Box::new(report)))
         })
     }
 

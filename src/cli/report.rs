@@ -8,8 +8,10 @@ use std::io::{self, Write};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
+use super::bench;
 use super::images::{ImageListing, Inspection, JobListing};
 use super::units::{size, sizes, whole};
+use crate::bench::Report;
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::image_id;
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds, StageOutcome};
@@ -59,6 +61,7 @@ enum Body {
     Images(ImageListing),
     Jobs(JobListing),
     Inspection(Box<Inspection>),
+    Bench(Box<Report>),
     Failed {},
 }
 
@@ -89,6 +92,8 @@ pub(super) enum Done {
     Jobs(JobListing),
     /// `inspect`.
     Inspection(Box<Inspection>),
+    /// `bench`.
+    Bench(Box<Report>),
 }
 
 /// `{"prepare": 0.5, "lock": 0.01}`, in order.
@@ -135,6 +140,7 @@ impl RunReport {
                 report.generation = Some(inspection.generation);
                 Body::Inspection(inspection)
             }
+            Done::Bench(measured) => Body::Bench(measured),
         };
         report
     }
@@ -248,6 +254,7 @@ impl RunReport {
             Body::Images(listing) => listing.text(),
             Body::Jobs(listing) => listing.text(),
             Body::Inspection(inspection) => inspection.text(),
+            Body::Bench(measured) => bench::text(measured),
             Body::Failed {} => String::new(),
         }
     }

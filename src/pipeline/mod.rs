@@ -11,6 +11,7 @@
 //! buffer comes back when the next stage is done with it.
 
 mod abort;
+mod alone;
 mod copy;
 mod gauge;
 mod load;
@@ -20,6 +21,7 @@ mod stage;
 mod transfer;
 
 pub(crate) use abort::panic_message;
+pub use alone::{AloneLane, copy_in_alone, copy_out_alone};
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
 pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
 

@@ -6,6 +6,7 @@
 #[cfg(test)]
 pub(crate) mod faulty;
 pub mod memory;
+pub mod null;
 pub mod retry;
 pub mod s3;
 

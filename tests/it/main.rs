@@ -1,5 +1,7 @@
 //! The integration tests: one binary, one module per subject.
 
+/// What a node can do, measured.
+mod bench;
 /// The command line as a script sees it.
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.

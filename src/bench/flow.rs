@@ -1,0 +1,382 @@
+//! The bench's side of codec and pipeline: whole saves and loads, with the plans and budgets of real ones, and frames one by one.
+//!
+//! In: GPU memory, a place in a store, the configuration. Out: what a run took, and what it left in the store. What can fail: a plan that does not fit, memory, the pipeline.
+//! Everything that the bench calls of `codec`, `plan` and `pipeline` stands in this file, except the digest and the checksum.
+
+use std::sync::Arc;
+
+use super::BenchError;
+use super::device::Gpus;
+use super::measure::{Took, timed};
+use super::place::Place;
+use crate::codec::{Decoder, Digest, Encoder, Level, frame_bound};
+use crate::config::Config;
+use crate::driver::{BufferPool, CopyQueue, Extent};
+use crate::manifest::FrameTable;
+use crate::outcome::StageOutcome;
+use crate::pipeline::{
+    AloneLane, Destination, LoadLane, LoadResources, PipelineError, SaveLane, SaveResources,
+    copy_in_alone, copy_out_alone, load, save,
+};
+use crate::plan::{self, LoadSettings, SavePlan, SaveSettings, plan_load, plan_save};
+use crate::progress::LaneMeter;
+use crate::store::memory::MemoryStore;
+use crate::store::{Key, Store};
+
+/// Makes encoders and decoders as a save and a load make them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Coder {
+    level: Level,
+}
+
+/// An encoder and the buffer that it writes to.
+pub(super) struct FrameEncoder {
+    encoder: Encoder,
+    out: Vec<u8>,
+}
+
+/// A decoder and the buffer that it writes to.
+pub(super) struct FrameDecoder {
+    decoder: Decoder,
+    out: Vec<u8>,
+}
+
+/// A frame and what decoding it takes.
+#[derive(Debug)]
+pub(super) struct Frame {
+    bytes: Vec<u8>,
+    digest: Digest,
+}
+
+/// A buffer whose pages are there.
+fn touched(len: usize) -> Vec<u8> {
+    vec![0xA5; len]
+}
+
+impl Coder {
+    pub(super) fn new(config: &Config) -> Self {
+        Self {
+            level: config.compression.level,
+        }
+    }
+
+    pub(super) fn encoder(self, chunk_len: usize) -> Result<FrameEncoder, BenchError> {
+        let mut encoder = Encoder::new(self.level)?;
+        encoder.warm_up(chunk_len)?;
+        Ok(FrameEncoder {
+            encoder,
+            out: touched(frame_bound(chunk_len)),
+        })
+    }
+
+    pub(super) fn decoder(self, chunk_len: usize) -> Result<FrameDecoder, BenchError> {
+        Ok(FrameDecoder {
+            decoder: Decoder::new()?,
+            out: touched(chunk_len),
+        })
+    }
+
+    /// The frames of a tile.
+    pub(super) fn frames(self, tile: &[u8], chunk_len: usize) -> Result<Vec<Frame>, BenchError> {
+        let mut encoder = self.encoder(chunk_len)?;
+        let frames = tile.chunks(chunk_len).map(|chunk| {
+            let (len, digest) = encoder.frame(chunk);
+            Frame {
+                bytes: encoder.out[..len].to_vec(),
+                digest,
+            }
+        });
+        Ok(frames.collect())
+    }
+}
+
+impl FrameEncoder {
+    /// Length of the chunk's frame, and the chunk's digest.
+    pub(super) fn frame(&mut self, chunk: &[u8]) -> (usize, Digest) {
+        let encoded = self.encoder.encode(chunk, &mut self.out);
+        (encoded.len, encoded.digest)
+    }
+}
+
+impl FrameDecoder {
+    pub(super) fn chunk(&mut self, frame: &Frame, raw_len: usize) -> Result<(), BenchError> {
+        let raw = &mut self.out[..raw_len];
+        Ok(self.decoder.decode(&frame.bytes, frame.digest, raw)?)
+    }
+}
+
+impl Frame {
+    pub(super) fn stored_len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+}
+
+/// What a save takes on this node, by its GPUs' total memory.
+pub(super) fn save_plan(config: &Config, gpu_memory: &[u64]) -> Result<SavePlan, BenchError> {
+    let settings = SaveSettings {
+        part_size: config.store.part_size,
+        chunk_size: config.pipeline.chunk_size,
+        memory_budget: config.pipeline.memory_budget,
+        budget_is_set: config.pipeline.memory_budget_is_set,
+        threads: config.pipeline.threads,
+        parallelism: config.store.parallelism,
+        context_bytes: config.compression.level.context_bytes(),
+    };
+    Ok(plan_save(gpu_memory, &settings)?)
+}
+
+/// One run through the pipeline.
+#[derive(Debug)]
+pub(super) struct Run {
+    pub(super) took: Took,
+    /// Wall seconds for buffers and contexts, before the run.
+    pub(super) prepare_seconds: f64,
+    pub(super) stored: u64,
+    pub(super) stages: Vec<StageOutcome>,
+    pub(super) slowest_stage: Option<String>,
+    pub(super) memory_planned: u64,
+}
+
+/// An object in the store and its frames.
+#[derive(Debug)]
+pub(super) struct StoredLane {
+    key: Key,
+    table: FrameTable,
+}
+
+/// The surroundings of every run.
+#[derive(Debug)]
+pub(super) struct Flow<'a> {
+    pub(super) config: &'a Config,
+    pub(super) runtime: &'a tokio::runtime::Handle,
+    pub(super) meter: &'a Arc<crate::progress::Meter>,
+    pub(super) cancel: &'a tokio_util::sync::CancellationToken,
+    pub(super) gpus: &'a Gpus,
+    pub(super) plan: &'a SavePlan,
+}
+
+impl Flow<'_> {
+    /// Saves every extent into `store` under these keys; the uploads are completed.
+    fn save(
+        &self,
+        store: &Arc<dyn Store>,
+        extents: Vec<Extent>,
+        keys: &[Key],
+    ) -> Result<(Run, Vec<StoredLane>), BenchError> {
+        let (plan, driver) = (self.plan, self.gpus.driver());
+        let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let ((lanes, resources), prepared) = timed(|| {
+            let mut lanes = Vec::new();
+            for ((extent, key), memory_len) in
+                extents.into_iter().zip(keys).zip(self.gpus.memory_lens())
+            {
+                let upload = self.runtime.block_on(store.begin_upload(key))?;
+                lanes.push(SaveLane {
+                    queue: CopyQueue::prepare(driver, extent.device, plan.ring_chunks)?,
+                    ring: BufferPool::new(plan.ring_chunks, len(plan.chunk_len), Some(driver))?,
+                    table: FrameTable::new(memory_len, plan.chunk_len),
+                    key: key.clone(),
+                    upload,
+                    meter: LaneMeter::new(format!("GPU {}", extent.device), extent.len),
+                    extent,
+                });
+            }
+            let mut encoders = Vec::new();
+            for _ in 0..plan.threads {
+                let mut encoder = Encoder::new(self.config.compression.level)?;
+                encoder.warm_up(len(plan.chunk_len))?;
+                encoders.push(encoder);
+            }
+            let resources = SaveResources {
+                store: Arc::clone(store),
+                runtime: self.runtime.clone(),
+                encoders,
+                chunk_len: plan.chunk_len,
+                frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,
+                part_buffers: BufferPool::new(plan.part_buffers, len(plan.part_len), None)?,
+                parallelism: self.config.store.parallelism as usize,
+                meter: Arc::clone(self.meter),
+            };
+            Ok::<_, BenchError>((lanes, resources))
+        })?;
+        let (saved, took) = timed(|| {
+            let saved = save(lanes, resources)?;
+            let completed = saved.lanes.iter().map(|lane| {
+                let crc64 = lane.crc64.value();
+                store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, crc64)
+            });
+            self.runtime
+                .block_on(futures::future::try_join_all(completed))?;
+            Ok::<_, BenchError>(saved)
+        })?;
+        let run = Run {
+            took,
+            prepare_seconds: prepared.seconds,
+            stored: saved.lanes.iter().map(|lane| lane.len).sum(),
+            stages: saved.stages,
+            slowest_stage: saved.slowest_stage,
+            memory_planned: plan.total_bytes,
+        };
+        let lanes = saved.lanes.into_iter().map(|lane| StoredLane {
+            key: lane.key,
+            table: lane.table,
+        });
+        Ok((run, lanes.collect()))
+    }
+
+    /// One whole save of all GPUs.
+    pub(super) fn out(&self, place: &Place) -> Result<(Run, Vec<StoredLane>), BenchError> {
+        let extents = self.gpus.extents();
+        let keys = extents
+            .iter()
+            .map(|extent| place.key(&format!("gpu-{}.zst", extent.device)))
+            .collect::<Result<Vec<_>, _>>()?;
+        self.save(&place.store, extents, &keys)
+    }
+
+    /// Objects in a store of no cost that hold what all GPUs hold: the first `tile_len` bytes are saved into memory, and served over and over.
+    pub(super) fn served(
+        &self,
+        place: &Place,
+        tile_len: u64,
+    ) -> Result<Vec<StoredLane>, BenchError> {
+        let mut first: Vec<Extent> = self.gpus.extents().into_iter().take(1).collect();
+        let times = usize::try_from(first[0].len / tile_len).unwrap_or(1);
+        first[0].len = tile_len;
+        let memory = Arc::new(MemoryStore::new());
+        let store: Arc<dyn Store> = Arc::clone(&memory) as Arc<dyn Store>;
+        let key = place.key("tile.zst")?;
+        let (run, mut saved) = self.save(&store, first, std::slice::from_ref(&key))?;
+        let table = saved.remove(0).table;
+        let object = self
+            .runtime
+            .block_on(memory.get(&key, usize::try_from(run.stored).unwrap_or(usize::MAX)))?;
+        let frames_len: u64 = table.stored.iter().map(|len| u64::from(*len)).sum();
+        // Behind the frames lies the seek table, which no load reads.
+        let frames = object
+            .unwrap_or_default()
+            .slice(..usize::try_from(frames_len).unwrap_or(0));
+        let repeated = repeated(&table, times);
+        self.gpus
+            .extents()
+            .iter()
+            .map(|extent| {
+                let key = place.key(&format!("served-{}.zst", extent.device))?;
+                place.serve(&key, frames.clone(), frames_len * times as u64);
+                let table = repeated.clone();
+                Ok(StoredLane { key, table })
+            })
+            .collect()
+    }
+
+    /// One whole load of these objects into the GPUs.
+    pub(super) fn back(
+        &self,
+        store: &Arc<dyn Store>,
+        stored: &[StoredLane],
+    ) -> Result<Run, BenchError> {
+        let driver = self.gpus.driver();
+        let extents = self.gpus.extents();
+        let chunk_len = self.plan.chunk_len;
+        let settings = LoadSettings {
+            memory_budget: self.config.pipeline.memory_budget,
+            budget_is_set: self.config.pipeline.memory_budget_is_set,
+            threads: self.config.pipeline.threads,
+            parallelism: self.config.store.parallelism,
+        };
+        let shapes: Vec<plan::LoadLane> = stored
+            .iter()
+            .map(|lane| plan::LoadLane {
+                raw_len: lane.table.raw_len,
+                chunk_len,
+                frame_len_max: lane.table.frame_len_max(),
+            })
+            .collect();
+        let plan = plan_load(&shapes, &settings)?;
+        let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let ((lanes, queues, resources), prepared) = timed(|| {
+            let mut lanes = Vec::new();
+            let mut queues = Vec::new();
+            for (lane, extent) in stored.iter().zip(&extents) {
+                queues.push(CopyQueue::prepare(driver, extent.device, plan.ring_chunks)?);
+                lanes.push(LoadLane {
+                    key: lane.key.clone(),
+                    etag: None,
+                    table: &lane.table,
+                    raw_len: lane.table.raw_len,
+                    chunk_len,
+                    ring: BufferPool::new(plan.ring_chunks, len(chunk_len), Some(driver))?,
+                    meter: LaneMeter::new(format!("GPU {}", extent.device), lane.table.raw_len),
+                });
+            }
+            let resources = LoadResources {
+                store: Arc::clone(store),
+                runtime: self.runtime.clone(),
+                decoders: (0..plan.threads)
+                    .map(|_| Decoder::new())
+                    .collect::<Result<_, _>>()?,
+                fetch_buffers: BufferPool::new(plan.fetch_buffers, len(plan.fetch_len_max), None)?,
+                meter: Arc::clone(self.meter),
+                cancel: self.cancel.clone(),
+            };
+            Ok::<_, BenchError>((lanes, queues, resources))
+        })?;
+        let destination = Destination::Gpus {
+            queues,
+            begin: Box::new(move || Ok(extents)),
+        };
+        let (loaded, took) = timed(|| load(&lanes, resources, destination))?;
+        Ok(Run {
+            took,
+            prepare_seconds: prepared.seconds,
+            stored: stored
+                .iter()
+                .flat_map(|lane| &lane.table.stored)
+                .map(|len| u64::from(*len))
+                .sum(),
+            stages: loaded.stages,
+            slowest_stage: loaded.slowest_stage,
+            memory_planned: plan.total_bytes,
+        })
+    }
+
+    /// The copy stage alone, out or in, with the ring that a save has.
+    pub(super) fn copy_alone(
+        &self,
+        direction: super::device::Direction,
+    ) -> Result<Took, BenchError> {
+        let (plan, driver) = (self.plan, self.gpus.driver());
+        let chunk_len = usize::try_from(plan.chunk_len).unwrap_or(usize::MAX);
+        let lanes = self
+            .gpus
+            .extents()
+            .into_iter()
+            .map(|extent| {
+                Ok(AloneLane {
+                    queue: CopyQueue::prepare(driver, extent.device, plan.ring_chunks)?,
+                    ring: BufferPool::new(plan.ring_chunks, chunk_len, Some(driver))?,
+                    chunk_len: plan.chunk_len,
+                    extent,
+                })
+            })
+            .collect::<Result<Vec<_>, BenchError>>()?;
+        let ((), took) = timed(|| match direction {
+            super::device::Direction::Out => copy_out_alone(lanes),
+            super::device::Direction::In => copy_in_alone(lanes),
+        })
+        .map_err(|error: PipelineError| BenchError::from(error))?;
+        Ok(took)
+    }
+}
+
+/// The table of an object that repeats another one's frames; all its chunks are whole.
+fn repeated(table: &FrameTable, times: usize) -> FrameTable {
+    FrameTable {
+        raw_len: table.raw_len * times as u64,
+        chunk_len: table.chunk_len,
+        filter: table.filter,
+        stored: table.stored.repeat(times),
+        kinds: table.kinds.repeat(times),
+        digests: table.digests.repeat(times),
+    }
+}
