@@ -20,6 +20,7 @@ mod stage;
 mod transfer;
 
 pub(crate) use abort::panic_message;
+pub(crate) use gauge::slowest;
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
 pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
 
