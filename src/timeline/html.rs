@@ -14,9 +14,9 @@ use super::{Kind, MOVED, Span, StageShare, StageTimeline, Summary, Timeline, Tra
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
-/// Rates are averaged over a part of the run, or over this time if that is longer: chunks pass in steps, and steps are no rates.
-const RATE_WINDOWS: f64 = 80.0;
-const RATE_WINDOW_SECONDS_MIN: f64 = 0.1;
+/// Counters are averaged over a part of the run, or over this time if that is longer: chunks pass in steps, and steps are no rates.
+const WINDOWS: f64 = 80.0;
+const WINDOW_SECONDS_MIN: f64 = 0.1;
 
 /// Writes the timeline.
 ///
@@ -193,13 +193,13 @@ fn data(timeline: &Timeline) -> Value {
         .iter()
         .map(|span| json!([span.phase.to_string(), us(span.start_ns), us(span.end_ns)]));
     let stages = timeline.stages.iter().map(stage_data);
-    let window =
-        seconds_of(u64::try_from(timeline.total.as_nanos()).unwrap_or(u64::MAX)) / RATE_WINDOWS;
+    let window = seconds_of(u64::try_from(timeline.total.as_nanos()).unwrap_or(u64::MAX)) / WINDOWS;
     let series = timeline.series.iter().map(|series| {
         let points = match series.chart {
-            MOVED => smoothed(&series.points, window.max(RATE_WINDOW_SECONDS_MIN)),
+            MOVED => rates(&series.points),
             _ => series.points.clone(),
         };
+        let points = smoothed(&points, window.max(WINDOW_SECONDS_MIN));
         let points = points
             .iter()
             .map(|(at_ns, value)| json!([us(*at_ns), value]));
@@ -255,22 +255,25 @@ fn span_data(span: &Span) -> Value {
     ])
 }
 
-/// Rates, each averaged over a window around its moment.
+/// Each value averaged over a window around its moment.
 fn smoothed(points: &[(u64, f64)], window_seconds: f64) -> Vec<(u64, f64)> {
-    let steps = rates(points);
     let middle = |index: usize| {
-        let at = seconds_of(steps[index].0);
-        let is_near = |step: &&(u64, f64)| (seconds_of(step.0) - at).abs() <= window_seconds / 2.0;
-        let back = steps[..index].iter().rev().take_while(is_near);
-        let near = back.chain(steps[index..].iter().take_while(is_near));
-        // Steps are equally long but for the scheduler's moods.
-        let (count, sum) = near.fold((0.0, 0.0), |(count, sum), step| (count + 1.0, sum + step.1));
-        (steps[index].0, (sum / f64::max(count, 1.0)).round())
+        let at = seconds_of(points[index].0);
+        let is_near =
+            |point: &&(u64, f64)| (seconds_of(point.0) - at).abs() <= window_seconds / 2.0;
+        let back = points[..index].iter().rev().take_while(is_near);
+        let near = back.chain(points[index..].iter().take_while(is_near));
+        // The looks are equally far apart but for the scheduler's moods.
+        let (count, sum) = near.fold((0.0, 0.0), |(count, sum), point| {
+            (count + 1.0, sum + point.1)
+        });
+        let mean = sum / f64::max(count, 1.0);
+        (points[index].0, (mean * 100.0).round() / 100.0)
     };
-    (0..steps.len()).map(middle).collect()
+    (0..points.len()).map(middle).collect()
 }
 
-/// Microseconds: a third of a digit of a nanosecond is nothing on a screen.
+/// Microseconds: nothing shorter is seen on a screen.
 fn us(ns: u64) -> u64 {
     ns / 1000
 }

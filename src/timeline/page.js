@@ -20,12 +20,14 @@
     while (bytes >= 1024 && unit < units.length - 1) { bytes /= 1024; unit++; }
     return bytes.toFixed(unit && bytes < 100 ? 1 : 0) + " " + units[unit];
   };
-  const amount = (chart, value) => chart === data.bytesChart ? size(value) + "/s" : String(Math.round(value * 1000) / 1000);
+  const amount = (chart, value) => chart === data.bytesChart ? size(value) + "/s" : String(Math.round(value * 10) / 10);
 
   // Every way of coding has one colour on the whole page.
   const labels = [];
   for (const stage of data.stages) for (const track of stage.tracks) for (const label of track.labels) if (!labels.includes(label)) labels.push(label);
-  const labelColor = label => label === "failed" ? color("bad") : labels.includes(label) ? color("c" + labels.indexOf(label) % 8) : color("busy");
+  // The first colour is that of work without a label.
+  const labelPaint = label => "c" + (1 + labels.indexOf(label) % 7);
+  const labelColor = label => label === "failed" ? color("bad") : labels.includes(label) ? color(labelPaint(label)) : color("busy");
 
   const legend = document.getElementById("legend");
   const addLegend = (name, paint) => {
@@ -35,7 +37,7 @@
     legend.append(item);
   };
   addLegend("at work", "busy");
-  for (const label of labels) addLegend("at work: " + label, "c" + labels.indexOf(label) % 8);
+  for (const label of labels) addLegend("at work: " + label, labelPaint(label));
   addLegend("no input: the stage before is slower", "starved");
   addLegend("no room: the stage behind is slower", "blocked");
 
@@ -78,9 +80,9 @@
     return low;
   }
 
-  // For each pixel column, how much of each colour: spans are spread evenly over their length.
-  function columns(tracks) {
-    const count = Math.max(1, Math.round(width - GUTTER - RIGHT)), perColumn = (view[1] - view[0]) / count;
+  // For each column, how much of each colour: spans are spread evenly over their length.
+  function columns(tracks, count) {
+    const perColumn = (view[1] - view[0]) / count;
     const paints = new Map();
     const of = paint => { if (!paints.has(paint)) paints.set(paint, new Float32Array(count)); return paints.get(paint); };
     for (const track of tracks) {
@@ -107,10 +109,12 @@
     const bottom = row.y + row.tall - 1, tall = row.tall - 2;
     pen.fillStyle = cached("panel");
     pen.fillRect(GUTTER, row.y + 1, width - GUTTER - RIGHT, tall);
-    const paints = columns(row.tracks);
+    // Several threads together are a mean: single chunks would only flicker.
+    const wide = row.tracks.length > 1 ? 6 : 1, count = Math.max(1, Math.floor((width - GUTTER - RIGHT) / wide));
+    const step = (width - GUTTER - RIGHT) / count, paints = columns(row.tracks, count);
     const late = [cached("blocked"), cached("starved")];
     const order = [...paints.keys()].filter(paint => !late.includes(paint)).concat(late.filter(paint => paints.has(paint)));
-    const base = new Float32Array(Math.max(1, Math.round(width - GUTTER - RIGHT)));
+    const base = new Float32Array(count);
     for (const paint of order) {
       const values = paints.get(paint);
       pen.fillStyle = paint;
@@ -118,7 +122,8 @@
         if (!values[column]) continue;
         const top = Math.min(1, base[column] + values[column]);
         const y0 = bottom - base[column] * tall, y1 = bottom - top * tall;
-        pen.fillRect(GUTTER + column, y1, 1, y0 - y1);
+        const x = Math.round(GUTTER + column * step);
+        pen.fillRect(x, y1, Math.round(GUTTER + (column + 1) * step) - x, y0 - y1);
         base[column] = top;
       }
     }
@@ -183,18 +188,11 @@
     pen.fillRect(GUTTER, row.y, width - GUTTER - RIGHT, row.tall);
     pen.save();
     pen.beginPath(); pen.rect(GUTTER, row.y, width - GUTTER - RIGHT, row.tall); pen.clip();
-    const isStep = row.chart.title !== data.bytesChart;
     row.chart.series.forEach((series, index) => {
       pen.strokeStyle = cached("c" + index % 8);
       pen.lineWidth = 1.5;
       pen.beginPath();
-      let last = null;
-      for (const [at, value] of series.points) {
-        const x = xOf(at), y = bottom - value / most * (bottom - top);
-        if (last === null) pen.moveTo(x, y);
-        else { if (isStep) pen.lineTo(x, last); pen.lineTo(x, y); }
-        last = y;
-      }
+      for (const [at, value] of series.points) pen.lineTo(xOf(at), bottom - value / most * (bottom - top));
       pen.stroke();
     });
     pen.lineWidth = 1;
