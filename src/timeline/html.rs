@@ -34,8 +34,10 @@ pub fn write(timeline: &Timeline, mut out: impl Write) -> io::Result<()> {
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}: timeline</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
     )?;
     headline(&mut out, timeline, &summary, &title)?;
+    writeln!(out, "<div class=\"tables\">")?;
     phases(&mut out, &summary)?;
     stages(&mut out, &summary)?;
+    writeln!(out, "</div>")?;
     let data = in_script(&data(timeline).to_string());
     write!(
         out,

@@ -176,15 +176,23 @@ impl Log {
             return;
         }
         let mut span = Span::of(event, label);
-        // Durations are taken by the stages' own clocks: they may overlap by the moments in between.
         let last_end = self.spans.last().map_or(0, |last| last.end_ns);
         span.start_ns = span.start_ns.max(last_end);
         span.end_ns = span.end_ns.max(span.start_ns);
-        if self.joins_last(&span, event.goes_on || event.bytes == 0) {
+        // A stage may tell of several times that ended together: what was told first then takes the later ones in, and the time that they all took.
+        let is_told_late = (span.end_ns - span.start_ns) * 2 < event.end_ns - event.start_ns;
+        if is_told_late || self.joins_last(&span, event.goes_on || event.bytes == 0) {
+            let before = self
+                .spans
+                .len()
+                .checked_sub(2)
+                .map(|index| self.spans[index].end_ns);
             if let Some(last) = self.spans.last_mut() {
                 last.absorb(&span);
+                let free_from = before.unwrap_or(0).max(event.start_ns);
+                last.start_ns = last.start_ns.min(free_from);
+                return;
             }
-            return;
         }
         if self.spans.len() == self.limit {
             self.compact();
@@ -364,12 +372,28 @@ mod tests {
     }
 
     #[test]
-    fn durations_that_overlap_are_put_behind_one_another() {
+    fn times_that_ended_together_fill_the_time_that_they_took() {
         let mut log = Log::new(Vec::with_capacity(64));
         log.push(&event(Kind::Busy, 0, 1000, 1));
-        log.push(&event(Kind::Blocked, 500, 1000, 0));
-        assert_eq!(log.spans()[1].start_ns, 1_000_000);
+        // A thread packed for 800 us, and says first that it also waited for 1 us.
+        log.push(&event(Kind::Blocked, 1799, 1, 0));
+        log.push(&event(Kind::Busy, 1000, 800, 0));
+        let [work, both] = log.spans() else {
+            panic!("{:?}", log.spans());
+        };
+        assert_eq!((work.start_ns, work.end_ns), (0, 1_000_000));
+        assert_eq!((both.start_ns, both.end_ns), (1_000_000, 1_800_000));
+        assert_eq!((both.busy_ns, both.blocked_ns), (800_000, 1000));
         assert_eq!(sums(log.spans()), log.totals());
+    }
+
+    #[test]
+    fn a_moment_of_overlap_changes_nothing() {
+        let mut log = Log::new(Vec::with_capacity(64));
+        log.push(&event(Kind::Starved, 0, 1000, 0));
+        log.push(&event(Kind::Busy, 990, 1000, 1));
+        assert_eq!(log.spans().len(), 2);
+        assert_eq!(log.spans()[1].start_ns, 1_000_000);
     }
 
     #[test]
