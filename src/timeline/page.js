@@ -36,7 +36,7 @@
     item.append(square, name);
     legend.append(item);
   };
-  addLegend("at work", "busy");
+  addLegend(labels.length ? "at work, not coding" : "at work", "busy");
   for (const label of labels) addLegend("at work: " + label, labelPaint(label));
   addLegend("no input: the stage before is slower", "starved");
   addLegend("no room: the stage behind is slower", "blocked");

@@ -356,6 +356,8 @@ impl Recorder {
             .stages
             .iter()
             .map(|stage| stage_timeline(stage, &state.tracks))
+            // A way back that only reads has copiers that never come.
+            .filter(|stage| !stage.tracks.is_empty())
             .collect();
         let mut marks = state.marks.clone();
         marks.extend(stages.iter().flat_map(ends_of_requests));
