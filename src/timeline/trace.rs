@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 
 use super::summary::seconds_of;
 use super::{Kind, MOVED, Span, StageTimeline, Summary, Timeline, TrackTimeline, why};
-use crate::outcome::Bytes;
 
 /// Everything is one process.
 const PID: u32 = 1;
@@ -24,7 +23,7 @@ const PHASES_TID: u32 = 1;
 /// The writer's.
 pub fn write(timeline: &Timeline, mut out: impl Write) -> io::Result<()> {
     let run = &timeline.run;
-    let bytes = run.bytes.unwrap_or_else(Bytes::default);
+    let bytes = run.bytes.unwrap_or_default();
     let about = json!({
         "command": run.command,
         "subject": run.subject,
