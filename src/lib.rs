@@ -60,3 +60,4 @@ pub mod restore;
 pub mod session;
 pub mod store;
 pub mod target;
+pub mod timeline;

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::Phase;
+use crate::timeline::Recorder;
 
 /// Progress of one GPU's extent. All values in bytes of the raw extent, except `stored`.
 ///
@@ -45,6 +46,8 @@ impl LaneMeter {
 #[derive(Debug, Default)]
 pub struct Meter {
     state: Mutex<MeterState>,
+    /// Keeps the timeline, when somebody wants one.
+    recorder: Option<Arc<Recorder>>,
     /// Parts on their way to the store, or ranges on their way from it, at this moment.
     pub in_flight: AtomicU32,
     /// Requests that were tried again since the start.
@@ -75,6 +78,23 @@ impl MeterView {
     pub fn phase(&self) -> Option<Phase> {
         self.phases.last().copied()
     }
+
+    /// The counters of all lanes together, by name.
+    pub fn totals(&self) -> [(&'static str, u64); 5] {
+        let sum = |counter: fn(&LaneMeter) -> &AtomicU64| {
+            let counters = self.lanes.iter().map(|lane| counter(lane));
+            counters
+                .map(|counter| counter.load(Ordering::Relaxed))
+                .sum()
+        };
+        [
+            ("fetched", sum(|lane| &lane.fetched)),
+            ("copied", sum(|lane| &lane.copied)),
+            ("coded", sum(|lane| &lane.coded)),
+            ("acknowledged", sum(|lane| &lane.acknowledged)),
+            ("stored", sum(|lane| &lane.stored)),
+        ]
+    }
 }
 
 impl Meter {
@@ -83,13 +103,40 @@ impl Meter {
         Arc::default()
     }
 
+    /// A meter whose run is recorded.
+    pub fn recorded(recorder: Arc<Recorder>) -> Arc<Self> {
+        Arc::new(Self {
+            recorder: Some(recorder),
+            ..Self::default()
+        })
+    }
+
+    /// Keeps the timeline, when somebody wants one.
+    pub fn recorder(&self) -> Option<&Arc<Recorder>> {
+        self.recorder.as_ref()
+    }
+
+    /// Counts a request that is tried again; `what` says why, when somebody wants to know.
+    pub fn retried(&self, kind: &'static str, what: impl FnOnce() -> String) {
+        self.retries.fetch_add(1, Ordering::Relaxed);
+        if let Some(recorder) = &self.recorder {
+            recorder.mark(kind, what());
+        }
+    }
+
     /// Announces the phase that begins now.
     pub fn enter(&self, phase: Phase) {
+        if let Some(recorder) = &self.recorder {
+            recorder.enter(phase);
+        }
         self.lock().phases.push(phase);
     }
 
     /// Announces the lanes of the transfer that begins now, in place of any before.
     pub fn announce(&self, lanes: Vec<Arc<LaneMeter>>) {
+        if let Some(recorder) = &self.recorder {
+            recorder.name_lanes(lanes.iter().map(|lane| lane.label.clone()).collect());
+        }
         self.lock().lanes = lanes;
     }
 

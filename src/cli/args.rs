@@ -5,9 +5,11 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgAction, Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use super::bench::BenchArgs;
+use super::timeline::TimelinePath;
 use crate::config::Overrides;
 use crate::driver::GpuUuid;
 use crate::image::ImageRef;
@@ -96,7 +98,7 @@ way back: the save goes on to its end, and further signals change nothing.")]
     /// Show what an image consists of
     Inspect(ImageArgs),
     /// Read an image back and check every chunk; needs no GPU
-    Verify(ImageArgs),
+    Verify(VerifyArgs),
     /// Print the raw bytes of one GPU's memory to stdout; needs no GPU
     Cat(CatArgs),
     /// Measure what this node can do, without a target: every stage alone, the whole pipeline both ways, and whether a save fits a notice
@@ -151,6 +153,9 @@ pub(super) struct CheckpointArgs {
 
     #[command(flatten)]
     pub(super) deadline: DeadlineArgs,
+
+    #[command(flatten)]
+    pub(super) timeline: TimelineArgs,
 }
 
 /// `restore`
@@ -173,6 +178,27 @@ pub(super) struct RestoreArgs {
 
     #[command(flatten)]
     pub(super) deadline: DeadlineArgs,
+
+    #[command(flatten)]
+    pub(super) timeline: TimelineArgs,
+}
+
+/// `verify`
+#[derive(Debug, ClapArgs)]
+pub(super) struct VerifyArgs {
+    #[command(flatten)]
+    pub(super) image: ImageArgs,
+
+    #[command(flatten)]
+    pub(super) timeline: TimelineArgs,
+}
+
+/// `--timeline`
+#[derive(Debug, ClapArgs)]
+pub(super) struct TimelineArgs {
+    /// Write what every GPU and stage was doing when: .html is a page for any browser, .json a trace for Perfetto
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(TimelinePath::new), help_heading = "Output")]
+    pub(super) timeline: Option<TimelinePath>,
 }
 
 /// `--deadline`
@@ -314,6 +340,8 @@ mod tests {
             "ckptstream bench --for 80GB",
             "ckptstream bench --notice soon",
             "ckptstream bench --runs 0",
+            "ckptstream verify --timeline page.txt",
+            "ckptstream list --timeline page.html",
         ] {
             assert!(Args::try_parse_from(line.split(' ')).is_err(), "{line}");
         }

@@ -14,6 +14,7 @@ mod progress;
 mod report;
 mod signals;
 mod stdout;
+mod timeline;
 mod units;
 
 use std::io::IsTerminal;
@@ -34,11 +35,12 @@ use crate::restore;
 use crate::session::Session;
 use crate::store;
 
-use args::{Args, Command, ProgressChoice, ThenChoice};
+use args::{Args, Command, ProgressChoice, ThenChoice, TimelineArgs};
 use console::Console;
 use progress::{Mode, Progress, Terminal};
 use report::{Done, RunReport};
 use stdout::Stdout;
+use timeline::Recording;
 
 /// How long leftovers on the network may take once the verdict is known.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -206,11 +208,11 @@ impl Run<'_> {
                     ThenChoice::Suspend => Then::Suspend,
                     ThenChoice::Resume => Then::Resume,
                 };
-                self.transfer(config()?, |session| {
+                self.transfer(config()?, &command.timeline, |session| {
                     checkpoint::checkpoint(session, command.pid, then)
                 })
             }
-            Command::Restore(command) => self.transfer(config()?, |session| {
+            Command::Restore(command) => self.transfer(config()?, &command.timeline, |session| {
                 restore::restore(
                     session,
                     command.pid,
@@ -218,10 +220,10 @@ impl Run<'_> {
                     command.into_fresh,
                 )
             }),
-            Command::Verify(command) => {
-                self.transfer(config()?, |session| restore::verify(session, command.image))
-            }
-            Command::Inspect(command) => self.with_session(config()?, |session| {
+            Command::Verify(command) => self.transfer(config()?, &command.timeline, |session| {
+                restore::verify(session, command.image.image)
+            }),
+            Command::Inspect(command) => self.with_session(config()?, Meter::new(), |session| {
                 let inspection = session.wait(images::inspect(
                     session.store.as_ref(),
                     &session.config.job,
@@ -229,7 +231,7 @@ impl Run<'_> {
                 ))?;
                 Ok(Some(Done::Inspection(Box::new(inspection))))
             }),
-            Command::Cat(command) => self.with_session(config()?, |session| {
+            Command::Cat(command) => self.with_session(config()?, Meter::new(), |session| {
                 restore::cat(
                     session,
                     command.image.image,
@@ -272,7 +274,8 @@ impl Run<'_> {
     }
 
     fn list(&self, store: &StoreConfig, job: Option<&JobName>) -> Result<Done, Failure> {
-        Ground::stand(self.args.command.signal_effect(), |ground| {
+        let signal_effect = self.args.command.signal_effect();
+        Ground::stand(signal_effect, Meter::new(), |ground| {
             let (cancel, meter) = (ground.cancel.clone(), ground.meter.clone());
             let store = ground
                 .runtime
@@ -308,24 +311,40 @@ impl Run<'_> {
         })
     }
 
-    /// A command whose result is an [`Outcome`].
+    /// A command whose result is an [`Outcome`], recorded if that is wanted.
     fn transfer(
         &self,
         config: Config,
+        timeline: &TimelineArgs,
         work: impl FnOnce(&Session) -> Result<Outcome, Failure>,
     ) -> Result<Option<Done>, Failure> {
-        self.with_session(config, |session| {
-            work(session).map(|outcome| Some(Done::Transfer(outcome)))
-        })
+        let start = |path| Recording::start(path, self.started);
+        let recording = timeline.timeline.as_ref().map(start).transpose()?;
+        let meter = recording.as_ref().map_or_else(Meter::new, Recording::meter);
+        let job = config.job.to_string();
+        let result = self.with_session(config, meter, work);
+        if let Some(recording) = recording {
+            recording.end(crate::timeline::Run {
+                command: self.args.command.name().to_owned(),
+                subject: match &result {
+                    Ok(outcome) => format!("{job}, image {}", outcome.image),
+                    Err(_) => job,
+                },
+                bytes: result.as_ref().ok().map(|outcome| outcome.bytes),
+                failure: result.as_ref().err().map(failure_text),
+            });
+        }
+        result.map(|outcome| Some(Done::Transfer(outcome)))
     }
 
     /// Opens a session, shows progress while `work` works, and leaves nothing behind.
-    fn with_session(
+    fn with_session<T>(
         &self,
         config: Config,
-        work: impl FnOnce(&Session) -> Result<Option<Done>, Failure>,
-    ) -> Result<Option<Done>, Failure> {
-        Ground::stand(self.args.command.signal_effect(), |ground| {
+        meter: Arc<Meter>,
+        work: impl FnOnce(&Session) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        Ground::stand(self.args.command.signal_effect(), meter, |ground| {
             let session = Session::open(
                 config,
                 ground.runtime.handle().clone(),
@@ -347,6 +366,7 @@ impl Ground {
     /// Starts the network's threads and watches for signals, which have this effect, while `work` works.
     fn stand<T>(
         signal_effect: &'static str,
+        meter: Arc<Meter>,
         work: impl FnOnce(&Self) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let refused =
@@ -360,13 +380,18 @@ impl Ground {
         signals::watch(&runtime, &cancel, signal_effect).map_err(refused)?;
         let ground = Self {
             runtime,
-            meter: Meter::new(),
+            meter,
             cancel,
         };
         let result = work(&ground);
         ground.runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
         result
     }
+}
+
+/// A failure in one line.
+fn failure_text(failure: &Failure) -> String {
+    format!("{failure}: {}", failure.cause_chain().join(": "))
 }
 
 fn config_failure(error: ConfigError) -> Failure {

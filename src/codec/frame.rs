@@ -76,6 +76,17 @@ pub enum FrameKind {
     Zstd,
 }
 
+impl FrameKind {
+    /// In a word.
+    pub fn name(self) -> &'static str {
+        match self {
+            FrameKind::Zero => "zero",
+            FrameKind::Raw => "raw",
+            FrameKind::Zstd => "zstd",
+        }
+    }
+}
+
 /// What was done to a chunk's bytes before they were compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -148,8 +148,13 @@ impl BufferPool {
         self.inner.buffer_len
     }
 
-    /// Buffers that are in the pool now.
+    /// Handles on the pool, buffers in use not counted.
     #[cfg(test)]
+    pub(crate) fn handle_count(&self) -> usize {
+        Arc::strong_count(&self.inner) - (self.count() - self.free_count())
+    }
+
+    /// Buffers that are in the pool now.
     pub(crate) fn free_count(&self) -> usize {
         self.inner.lock().indices.len()
     }

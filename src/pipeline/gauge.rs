@@ -1,19 +1,23 @@
 //! How long a stage worked, starved or was blocked.
 //!
-//! In: durations, from every thread of the stage, or requests on the wire. Out: a [`StageOutcome`] each. The slowest stage is the one that was busy longest: the
-//! others waited for it, before it for room, behind it for input.
+//! In: durations, from every thread of the stage, or requests on the wire. Out: a [`StageOutcome`] each, and every duration to the timeline, when there is one. The slowest
+//! stage is the one that was busy longest: the others waited for it, before it for room, behind it for input.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::driver::BufferPool;
 use crate::outcome::StageOutcome;
+use crate::progress::Meter;
+use crate::timeline::{Kind, Probe, StageLog, Watch};
 
 /// Counters of one stage.
 #[derive(Debug)]
 pub(super) struct Gauge {
     stage: &'static str,
     workers: u32,
+    timeline: Option<StageLog>,
     bytes: AtomicU64,
     busy_ns: AtomicU64,
     starved_ns: AtomicU64,
@@ -26,6 +30,7 @@ impl Gauge {
         Self {
             stage,
             workers: u32::try_from(workers.max(1)).unwrap_or(u32::MAX),
+            timeline: None,
             bytes: AtomicU64::new(0),
             busy_ns: AtomicU64::new(0),
             starved_ns: AtomicU64::new(0),
@@ -33,20 +38,45 @@ impl Gauge {
         }
     }
 
-    /// `bytes` were worked on for so long.
-    pub(super) fn busy(&self, bytes: u64, time: Duration) {
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        add(&self.busy_ns, time);
+    /// The same, told to the timeline of this meter, if it has one.
+    pub(super) fn recorded(mut self, meter: &Meter) -> Self {
+        let recorder = meter.recorder();
+        self.timeline = recorder.map(|recorder| recorder.stage(self.stage, self.workers));
+        self
     }
 
-    /// Waited so long for input.
+    /// `bytes` were worked on for so long, up to now.
+    pub(super) fn busy(&self, bytes: u64, time: Duration) {
+        self.worked(bytes, time, None, None);
+    }
+
+    /// The same of a chunk of this lane, which was coded so.
+    pub(super) fn busy_as(&self, lane: usize, label: &'static str, bytes: u64, time: Duration) {
+        self.worked(bytes, time, Some(lane), Some(label));
+    }
+
+    /// Waited so long for input, up to now.
     pub(super) fn starved(&self, time: Duration) {
         add(&self.starved_ns, time);
+        if let Some(timeline) = &self.timeline {
+            timeline.spent(Kind::Starved, time, 0, None, None);
+        }
     }
 
-    /// Waited so long for room in the next stage.
+    /// Waited so long for room in the next stage, up to now.
     pub(super) fn blocked(&self, time: Duration) {
         add(&self.blocked_ns, time);
+        if let Some(timeline) = &self.timeline {
+            timeline.spent(Kind::Blocked, time, 0, None, None);
+        }
+    }
+
+    fn worked(&self, bytes: u64, time: Duration, lane: Option<usize>, label: Option<&'static str>) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        add(&self.busy_ns, time);
+        if let Some(timeline) = &self.timeline {
+            timeline.spent(Kind::Busy, time, bytes, lane, label);
+        }
     }
 
     /// The stage's account, seconds divided by its workers.
@@ -73,7 +103,18 @@ impl Gauge {
 pub(super) struct Wire {
     stage: &'static str,
     room: usize,
+    timeline: Option<StageLog>,
     state: Mutex<WireState>,
+}
+
+/// A request on the wire.
+#[derive(Debug)]
+pub(super) struct Request {
+    /// Which of the places on the wire it has, counted from 0.
+    place: usize,
+    /// Its lane, and the number of its part or first frame.
+    what: (usize, u64),
+    started: Instant,
 }
 
 #[derive(Debug)]
@@ -87,6 +128,8 @@ struct WireState {
     waiting: Duration,
     /// With any request out, for the rate.
     moving: Duration,
+    /// Which places on the wire are taken.
+    places: Vec<bool>,
 }
 
 impl Wire {
@@ -95,6 +138,7 @@ impl Wire {
         Self {
             stage,
             room,
+            timeline: None,
             state: Mutex::new(WireState {
                 count: 0,
                 bytes: 0,
@@ -103,30 +147,55 @@ impl Wire {
                 busy: Duration::ZERO,
                 waiting: Duration::ZERO,
                 moving: Duration::ZERO,
+                places: Vec::new(),
             }),
         }
     }
 
-    /// A request goes out.
-    pub(super) fn enter(&self) {
-        self.account().count += 1;
+    /// The same, told to the timeline of this meter, if it has one.
+    pub(super) fn recorded(mut self, meter: &Meter) -> Self {
+        let recorder = meter.recorder();
+        self.timeline = recorder.map(|recorder| recorder.stage(self.stage, 1));
+        self
     }
 
-    /// A request ended, and moved so many bytes.
-    pub(super) fn leave(&self, bytes: u64) {
-        let mut state = self.account();
+    /// A request goes out, for this lane; `number` is that of the part or of the first frame.
+    pub(super) fn enter(&self, lane: usize, number: u64) -> Request {
+        let mut state = self.account(0);
+        state.count += 1;
+        let free = state.places.iter().position(|is_taken| !is_taken);
+        let place = free.unwrap_or(state.places.len());
+        match free {
+            Some(place) => state.places[place] = true,
+            None => state.places.push(true),
+        }
+        Request {
+            place,
+            what: (lane, number),
+            started: state.since,
+        }
+    }
+
+    /// The request ended, and moved so many bytes; 0 when it failed.
+    pub(super) fn leave(&self, request: &Request, bytes: u64) {
+        let mut state = self.account(bytes);
         state.count = state.count.saturating_sub(1);
         state.bytes += bytes;
+        state.places[request.place] = false;
+        drop(state);
+        if let Some(timeline) = &self.timeline {
+            timeline.request(request.place, request.started, request.what, bytes);
+        }
     }
 
     /// The last request is out.
     pub(super) fn drain(&self) {
-        self.account().draining = true;
+        self.account(0).draining = true;
     }
 
     /// The stage's account up to now.
     pub(super) fn outcome(&self) -> StageOutcome {
-        let state = self.account();
+        let state = self.account(0);
         StageOutcome {
             stage: self.stage.to_owned(),
             bytes: state.bytes,
@@ -137,8 +206,8 @@ impl Wire {
         }
     }
 
-    /// Books the time since the last change.
-    fn account(&self) -> MutexGuard<'_, WireState> {
+    /// Books the time since the last change, at whose end so many bytes have been moved.
+    fn account(&self, bytes: u64) -> MutexGuard<'_, WireState> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let elapsed = now.duration_since(state.since);
@@ -146,18 +215,38 @@ impl Wire {
         if is_moving {
             state.moving += elapsed;
         }
-        if is_moving && (state.draining || state.count * 2 >= self.room) {
+        let kind = if is_moving && (state.draining || state.count * 2 >= self.room) {
             state.busy += elapsed;
+            Kind::Busy
         } else {
             state.waiting += elapsed;
-        }
+            Kind::Starved
+        };
         state.since = now;
+        if let Some(timeline) = &self.timeline {
+            timeline.was(kind, elapsed, now, bytes);
+            timeline.moving(state.moving);
+        }
         state
     }
 }
 
+/// Lets the timeline of this meter, if it has one, look at how many buffers of each pool are in use, as long as the answer lives.
+pub(super) fn watch_pools(
+    meter: &Meter,
+    pools: impl IntoIterator<Item = (String, BufferPool)>,
+) -> Option<Watch> {
+    let recorder = meter.recorder()?;
+    let probe = |(name, pool): (String, BufferPool)| {
+        Probe::buffers(format!("{name}, of {}", pool.count()), move || {
+            pool.count() - pool.free_count()
+        })
+    };
+    Some(recorder.watch(pools.into_iter().map(probe).collect()))
+}
+
 /// The stage that was busy longest, if anything flowed.
-pub(super) fn slowest(stages: &[StageOutcome]) -> Option<String> {
+pub(crate) fn slowest(stages: &[StageOutcome]) -> Option<String> {
     let flowed = stages.iter().filter(|stage| stage.bytes > 0);
     flowed
         .max_by(|a, b| a.busy_seconds.total_cmp(&b.busy_seconds))
@@ -182,7 +271,10 @@ fn add(counter: &AtomicU64, time: Duration) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::timeline::{Recorder, Run};
 
     #[test]
     fn the_slowest_stage_is_the_one_that_is_busy_longest() {
@@ -203,6 +295,67 @@ mod tests {
     }
 
     #[test]
+    fn the_timeline_has_the_same_sums() {
+        let recorder = Recorder::new(Instant::now());
+        let meter = Meter::recorded(Arc::clone(&recorder));
+        let compress = Gauge::new("compress", 2).recorded(&meter);
+        let wire = Wire::new("upload", 1).recorded(&meter);
+        std::thread::scope(|scope| {
+            for thread in 0..2 {
+                let (compress, wire) = (&compress, &wire);
+                scope.spawn(move || {
+                    for number in 0..5000 {
+                        let request = wire.enter(thread, number);
+                        compress.starved(Duration::from_micros(number % 90));
+                        compress.busy_as(thread, "raw", 64, Duration::from_micros(90));
+                        compress.busy(0, Duration::from_micros(2));
+                        compress.blocked(Duration::from_micros(number % 7));
+                        wire.leave(&request, 64);
+                    }
+                });
+            }
+        });
+        let outcomes = [compress.outcome(), wire.outcome()];
+        let timeline = recorder.timeline(Run::default());
+        for (outcome, stage) in outcomes.iter().zip(&timeline.stages) {
+            let recorded = &stage.account;
+            assert_eq!(
+                (&recorded.stage, recorded.bytes),
+                (&outcome.stage, outcome.bytes)
+            );
+            let pairs = [
+                (recorded.busy_seconds, outcome.busy_seconds),
+                (recorded.starved_seconds, outcome.starved_seconds),
+                (recorded.blocked_seconds, outcome.blocked_seconds),
+            ];
+            for (recorded, counted) in pairs {
+                // Each event of the wire is cut to whole nanoseconds from the begin.
+                assert!(
+                    (recorded - counted).abs() < 1e-6 * counted.max(1.0),
+                    "{recorded}, not {counted}"
+                );
+            }
+            assert!((recorded.rate / outcome.rate - 1.0).abs() < 1e-3);
+        }
+        assert_eq!(
+            timeline.stages[1].requests.len(),
+            2,
+            "as many as there were at once"
+        );
+    }
+
+    #[test]
+    fn pools_that_were_watched_are_let_go() {
+        let recorder = Recorder::new(Instant::now());
+        let meter = Meter::recorded(recorder);
+        let pool = BufferPool::new(2, 64, None).unwrap();
+        let watched = watch_pools(&meter, [("ring".to_owned(), pool.clone())]);
+        assert_eq!(pool.handle_count(), 2);
+        drop(watched);
+        assert_eq!(pool.handle_count(), 1);
+    }
+
+    #[test]
     fn nothing_flowed_nothing_is_slowest() {
         assert_eq!(slowest(&[Gauge::new("copy", 1).outcome()]), None);
     }
@@ -211,17 +364,17 @@ mod tests {
     fn a_wire_that_could_take_more_waits_until_no_more_comes() {
         let pass = || std::thread::sleep(Duration::from_millis(2));
         let wire = Wire::new("upload", 4);
-        wire.enter();
+        let first = wire.enter(0, 1);
         pass();
         let few = wire.outcome();
         assert!(few.busy_seconds == 0.0 && few.starved_seconds > 0.0);
-        wire.enter();
+        let second = wire.enter(0, 2);
         let before = wire.outcome();
         pass();
         let half = wire.outcome();
         assert!(half.busy_seconds > 0.0);
         assert!((half.starved_seconds - before.starved_seconds).abs() < f64::EPSILON);
-        wire.leave(10);
+        wire.leave(&first, 10);
         wire.drain();
         let before = wire.outcome();
         pass();
@@ -230,7 +383,7 @@ mod tests {
             drained.busy_seconds > before.busy_seconds,
             "the rest is its own"
         );
-        wire.leave(10);
+        wire.leave(&second, 10);
         assert!(wire.outcome().bytes == 20 && wire.outcome().rate > 0.0);
     }
 }

@@ -15,7 +15,7 @@ use tokio::task::{JoinError, JoinSet};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, Wire, slowest};
+use super::gauge::{Gauge, Wire, slowest, watch_pools};
 use super::stage::spawn;
 use super::transfer::task_panicked;
 use crate::codec::{Decoder, FrameError};
@@ -105,9 +105,17 @@ pub fn load(
     let mut pools = vec![resources.fetch_buffers.clone()];
     pools.extend(lanes.iter().map(|lane| lane.ring.clone()));
     let abort = Arc::new(Abort::new(pools, resources.cancel.child_token()));
-    let wire = Arc::new(Wire::new("download", resources.fetch_buffers.count()));
-    let code_gauge = Gauge::new("decompress", resources.decoders.len());
-    let copy_gauge = Gauge::new("copy", lanes.len());
+    let meter = Arc::clone(&resources.meter);
+    let wire = Wire::new("download", resources.fetch_buffers.count()).recorded(&meter);
+    let wire = Arc::new(wire);
+    let code_gauge = Gauge::new("decompress", resources.decoders.len()).recorded(&meter);
+    let copy_gauge = Gauge::new("copy", lanes.len()).recorded(&meter);
+    let rings = lanes.iter().map(|lane| {
+        let name = format!("ring of {}", lane.meter.label);
+        (name, lane.ring.clone())
+    });
+    let fetched = ("fetched".to_owned(), resources.fetch_buffers.clone());
+    let _watched = watch_pools(&meter, rings.chain([fetched]));
     let fetcher = Fetcher {
         store: Arc::clone(&resources.store),
         runtime: resources.runtime.clone(),
@@ -272,7 +280,9 @@ impl Decoding<'_> {
                 self.again
                     .decode(&mut decoder, lane, &job.frame, error, raw)?;
             }
-            self.gauge.busy(len as u64, started.elapsed());
+            let label = job.frame.kind.name();
+            self.gauge
+                .busy_as(job.lane, label, len as u64, started.elapsed());
             lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
             if let Some(out) = outs.get(job.lane) {
                 let chunk = RawChunk {
@@ -424,18 +434,15 @@ impl Fetcher {
         let frames: Vec<FrameEntry> = frames.collect();
         async move {
             let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
-            wire.enter();
+            let request = wire.enter(index, group.frames.start as u64);
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let read = tokio::select! {
                 read = store.get_range(&key, group.bytes.clone(), etag.as_deref(), &mut buffer[..len]) => Some(read),
                 () = abort.token().cancelled() => None,
             };
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
-            wire.leave(if matches!(read, Some(Ok(()))) {
-                len as u64
-            } else {
-                0
-            });
+            let is_read = matches!(read, Some(Ok(())));
+            wire.leave(&request, if is_read { len as u64 } else { 0 });
             match read {
                 None => return Err(PipelineError::Cancelled),
                 Some(read) => read?,

@@ -22,6 +22,7 @@ mod transfer;
 
 pub(crate) use abort::panic_message;
 pub use alone::{AloneLane, copy_in_alone, copy_out_alone};
+pub(crate) use gauge::slowest;
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
 pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
 

@@ -10,7 +10,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::gauge::{Gauge, slowest};
+use super::gauge::{Gauge, slowest, watch_pools};
 use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer, PartJob};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
@@ -104,8 +104,16 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         pools,
         tokio_util::sync::CancellationToken::new(),
     ));
-    let copy_gauge = Gauge::new("copy", lanes.len());
-    let code_gauge = Gauge::new("compress", resources.encoders.len());
+    let meter = Arc::clone(&resources.meter);
+    let copy_gauge = Gauge::new("copy", lanes.len()).recorded(&meter);
+    let code_gauge = Gauge::new("compress", resources.encoders.len()).recorded(&meter);
+    let rings = lanes.iter().map(|lane| {
+        let name = format!("ring of {}", lane.meter.label);
+        (name, lane.ring.clone())
+    });
+    let frames = ("frames".to_owned(), resources.frame_buffers.clone());
+    let parts = ("parts".to_owned(), resources.part_buffers.clone());
+    let _watched = watch_pools(&meter, rings.chain([frames, parts]));
 
     let (parts_out, parts_in) = unbounded_channel();
     let work = Work::divide(lanes, &resources.part_buffers, &parts_out);
@@ -288,7 +296,8 @@ impl Compressors<'_> {
             drop(buffer);
             target.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
             let encoded_at = Instant::now();
-            self.gauge.busy(len as u64, encoded_at - started);
+            self.gauge
+                .busy_as(lane, record.kind.name(), len as u64, encoded_at - started);
             // Packing counts as work; waiting for the lane's packer, or in it for a part buffer, does not.
             let mut packer = self.packers[lane]
                 .lock()

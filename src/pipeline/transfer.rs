@@ -57,7 +57,9 @@ impl Uploader {
             store: Arc::clone(&resources.store),
             targets,
             parallelism,
-            wire: Arc::new(Wire::new("upload", parallelism.min(spare_parts))),
+            wire: Arc::new(
+                Wire::new("upload", parallelism.min(spare_parts)).recorded(&resources.meter),
+            ),
             meter: Arc::clone(&resources.meter),
             abort: Arc::clone(abort),
         }
@@ -97,13 +99,13 @@ impl Uploader {
         let (meter, wire) = (Arc::clone(&self.meter), Arc::clone(&self.wire));
         async move {
             let len = job.body.len;
-            wire.enter();
+            let request = wire.enter(job.lane, job.number.get().into());
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let outcome = store
                 .put_part(&target.key, &target.upload, job.number, job.body)
                 .await;
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
-            wire.leave(if outcome.is_ok() { len } else { 0 });
+            wire.leave(&request, if outcome.is_ok() { len } else { 0 });
             outcome.map(|receipt| Acknowledged {
                 lane: job.lane,
                 receipt,

@@ -15,7 +15,6 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -345,7 +344,12 @@ impl Attempts<'_> {
         if deadline.is_some_and(|deadline| Instant::now() + pause >= deadline) {
             return Err(self.gave_up(RetryLimit::Deadline, error));
         }
-        self.meter.retries.fetch_add(1, Ordering::Relaxed);
+        let kind = match error {
+            StoreError::SlowDown { .. } => "slow down",
+            _ => "retry",
+        };
+        self.meter
+            .retried(kind, || format!("attempt {} failed: {error}", self.count));
         self.tell(pause, limit, &error);
         self.last = Some(error);
         tokio::select! {
@@ -569,7 +573,7 @@ mod tests {
     }
 
     fn retries<S: ?Sized>(store: &Retrying<S>) -> u64 {
-        store.meter.retries.load(Ordering::Relaxed)
+        store.meter.view().retries
     }
 
     fn key() -> Key {

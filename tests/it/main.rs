@@ -30,3 +30,5 @@ mod stranger;
 mod support;
 /// The house rules that a compiler does not know.
 mod tidy;
+/// The timeline of a run.
+mod timeline;
