@@ -10,6 +10,7 @@ use bytesize::ByteSize;
 use clap::{Args as ClapArgs, ValueEnum};
 
 use super::units::{float, size};
+use super::args::TimelineArgs;
 use crate::bench::{Data, Kind, Node, PipelineRate, Report, Settings, StageRate, To};
 use crate::config::{Overrides, RawConfig};
 
@@ -54,6 +55,9 @@ pub(super) struct BenchArgs {
     /// Notice that a save must fit into, such as 90s
     #[arg(long, value_name = "TIME", default_value = "120s", value_parser = humantime::parse_duration)]
     notice: Duration,
+
+    #[command(flatten)]
+    pub(super) timeline: TimelineArgs,
 }
 
 /// `--to`

@@ -245,7 +245,8 @@ impl Run<'_> {
                 command.fill_in(&mut overrides, &raw);
                 let config = Config::resolve(&overrides, &raw, &Environment::read())
                     .map_err(config_failure)?;
-                self.bench(&config, &command.settings()).map(Some)
+                self.bench(&config, &command.timeline, &command.settings())
+                    .map(Some)
             }
         }
     }
@@ -285,8 +286,32 @@ impl Run<'_> {
         })
     }
 
-    fn bench(&self, config: &Config, settings: &crate::bench::Settings) -> Result<Done, Failure> {
-        Ground::stand(self.args.command.signal_effect(), |ground| {
+    fn bench(
+        &self,
+        config: &Config,
+        timeline: &TimelineArgs,
+        settings: &crate::bench::Settings,
+    ) -> Result<Done, Failure> {
+        let (recording, meter) = self.recording(timeline)?;
+        let result = self.measure(config, meter, settings);
+        if let Some(recording) = recording {
+            recording.end(crate::timeline::Run {
+                command: self.args.command.name().to_owned(),
+                subject: "this node".to_owned(),
+                bytes: None,
+                failure: result.as_ref().err().map(failure_text),
+            });
+        }
+        result.map(|report| Done::Bench(Box::new(report)))
+    }
+
+    fn measure(
+        &self,
+        config: &Config,
+        meter: Arc<Meter>,
+        settings: &crate::bench::Settings,
+    ) -> Result<crate::bench::Report, Failure> {
+        Ground::stand(self.args.command.signal_effect(), meter, |ground| {
             let started = Instant::now();
             let tell = |step: &str| match self.mode {
                 Mode::Bar | Mode::Plain => {
@@ -306,9 +331,19 @@ impl Run<'_> {
                 cancel: &ground.cancel,
                 tell: &tell,
             };
-            let report = crate::bench::run(around, settings)?;
-            Ok(Done::Bench(Box::new(report)))
+            crate::bench::run(around, settings)
         })
+    }
+
+    /// The recording of a run that is recorded, and the run's meter.
+    fn recording(
+        &self,
+        timeline: &TimelineArgs,
+    ) -> Result<(Option<Recording>, Arc<Meter>), Failure> {
+        let start = |path| Recording::start(path, self.started);
+        let recording = timeline.timeline.as_ref().map(start).transpose()?;
+        let meter = recording.as_ref().map_or_else(Meter::new, Recording::meter);
+        Ok((recording, meter))
     }
 
     /// A command whose result is an [`Outcome`], recorded if that is wanted.
@@ -318,9 +353,7 @@ impl Run<'_> {
         timeline: &TimelineArgs,
         work: impl FnOnce(&Session) -> Result<Outcome, Failure>,
     ) -> Result<Option<Done>, Failure> {
-        let start = |path| Recording::start(path, self.started);
-        let recording = timeline.timeline.as_ref().map(start).transpose()?;
-        let meter = recording.as_ref().map_or_else(Meter::new, Recording::meter);
+        let (recording, meter) = self.recording(timeline)?;
         let job = config.job.to_string();
         let result = self.with_session(config, meter, work);
         if let Some(recording) = recording {
