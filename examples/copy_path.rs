@@ -166,9 +166,10 @@ impl Run {
                 .collect::<Result<_, _>>()?,
             chunk_len: plan.chunk_len,
             frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,
-            part_buffers: BufferPool::new(
-                plan.part_buffers,
-                usize::try_from(plan.part_len)?,
+            part_len: usize::try_from(plan.part_len)?,
+            pack_buffers: BufferPool::new(
+                plan.pack_buffers,
+                usize::try_from(plan::PACK_LEN)?,
                 None,
             )?,
             parallelism: usize::try_from(self.args.parallelism)?,

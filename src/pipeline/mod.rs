@@ -13,11 +13,16 @@
 mod abort;
 mod copy;
 mod gauge;
+mod lend;
 mod load;
+#[cfg(test)]
+mod network;
 mod pack;
+mod part;
 mod save;
 mod stage;
 mod transfer;
+mod window;
 
 pub(crate) use abort::panic_message;
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};

@@ -11,7 +11,7 @@ use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
 use super::gauge::{Gauge, slowest};
-use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer, PartJob};
+use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Crc64, Encoder};
@@ -54,8 +54,10 @@ pub struct SaveResources {
     pub chunk_len: u64,
     /// Buffers of one frame each, more than there are encoders.
     pub frame_buffers: BufferPool,
-    /// Buffers of one part each, at least one per lane.
-    pub part_buffers: BufferPool,
+    /// Bytes of every part but an object's last.
+    pub part_len: usize,
+    /// Buffers for what is copied into parts: enough for one part per lane and one more.
+    pub pack_buffers: BufferPool,
     /// Parts in flight at once, at least 1.
     pub parallelism: usize,
     /// Progress.
@@ -97,7 +99,7 @@ pub struct SavedLane {
 pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, PipelineError> {
     let mut pools = vec![
         resources.frame_buffers.clone(),
-        resources.part_buffers.clone(),
+        resources.pack_buffers.clone(),
     ];
     pools.extend(lanes.iter().map(|lane| lane.ring.clone()));
     let abort = Arc::new(Abort::new(
@@ -108,9 +110,11 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let code_gauge = Gauge::new("compress", resources.encoders.len());
 
     let (parts_out, parts_in) = unbounded_channel();
-    let work = Work::divide(lanes, &resources.part_buffers, &parts_out);
+    let packing = Packing::of(&resources);
+    let lent_bytes = packing.frames.limit() * resources.frame_buffers.buffer_len();
+    let work = Work::divide(lanes, &packing, &parts_out);
     drop(parts_out);
-    let uploader = Uploader::new(&resources, work.targets.clone(), &abort);
+    let uploader = Uploader::new(&resources, work.targets.clone(), lent_bytes, &abort);
     let wire = Arc::clone(&uploader.wire);
     let uploads = resources.runtime.spawn(uploader.run(parts_in));
 
@@ -164,11 +168,7 @@ struct Work {
 }
 
 impl Work {
-    fn divide(
-        lanes: Vec<SaveLane>,
-        part_buffers: &BufferPool,
-        parts: &UnboundedSender<PartJob>,
-    ) -> Self {
+    fn divide(lanes: Vec<SaveLane>, packing: &Packing, parts: &UnboundedSender<PartJob>) -> Self {
         let mut work = Self {
             copiers: Vec::with_capacity(lanes.len()),
             packers: Vec::with_capacity(lanes.len()),
@@ -176,7 +176,7 @@ impl Work {
         };
         for (index, lane) in lanes.into_iter().enumerate() {
             let table = lane.table.for_extent(lane.extent.len);
-            let packer = Packer::new(index, table, part_buffers.clone(), parts.clone());
+            let packer = Packer::new(index, table, packing.clone(), parts.clone());
             work.packers.push(Mutex::new(packer));
             work.targets.push(UploadTarget {
                 key: lane.key,
@@ -279,6 +279,7 @@ impl Compressors<'_> {
                 kind: encoded.kind,
                 digest: encoded.digest,
             };
+            let crc64 = Crc64::of(&frame[..encoded.len]);
             let RawChunk {
                 lane,
                 index,
@@ -298,6 +299,7 @@ impl Compressors<'_> {
                 index,
                 PackedFrame {
                     buffer: frame,
+                    crc64,
                     record,
                 },
             )?;
@@ -308,3 +310,6 @@ impl Compressors<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
