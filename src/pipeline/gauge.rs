@@ -72,12 +72,12 @@ impl Gauge {
 #[derive(Debug)]
 pub(super) struct Wire {
     stage: &'static str,
-    room: usize,
     state: Mutex<WireState>,
 }
 
 #[derive(Debug)]
 struct WireState {
+    room: usize,
     count: usize,
     bytes: u64,
     since: Instant,
@@ -94,8 +94,8 @@ impl Wire {
     pub(super) fn new(stage: &'static str, room: usize) -> Self {
         Self {
             stage,
-            room,
             state: Mutex::new(WireState {
+                room,
                 count: 0,
                 bytes: 0,
                 since: Instant::now(),
@@ -105,6 +105,11 @@ impl Wire {
                 moving: Duration::ZERO,
             }),
         }
+    }
+
+    /// From now on there is room for so many requests.
+    pub(super) fn set_room(&self, room: usize) {
+        self.account().room = room;
     }
 
     /// A request goes out.
@@ -146,7 +151,7 @@ impl Wire {
         if is_moving {
             state.moving += elapsed;
         }
-        if is_moving && (state.draining || state.count * 2 >= self.room) {
+        if is_moving && (state.draining || state.count * 2 >= state.room) {
             state.busy += elapsed;
         } else {
             state.waiting += elapsed;

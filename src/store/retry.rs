@@ -346,6 +346,10 @@ impl Attempts<'_> {
             return Err(self.gave_up(RetryLimit::Deadline, error));
         }
         self.meter.retries.fetch_add(1, Ordering::Relaxed);
+        if matches!(error, StoreError::SlowDown { .. }) {
+            // Whoever decides how many requests are under way listens.
+            self.meter.slow_downs.fetch_add(1, Ordering::Relaxed);
+        }
         self.tell(pause, limit, &error);
         self.last = Some(error);
         tokio::select! {
