@@ -62,7 +62,7 @@ pub struct StoreConfig {
     pub path_style: bool,
     /// Part size in bytes, 5 MiB to 5 GiB; `None` derives it from the GPUs' memory.
     pub part_size: Option<u64>,
-    /// Requests in flight at once, 1 to 256.
+    /// Most requests in flight at once, 1 to 256.
     pub parallelism: u32,
     /// What goes with every part.
     pub checksum: PartChecksum,
@@ -423,7 +423,7 @@ impl StoreConfig {
                 .map(|size| size.size(5 * MIB, 5 * GIB))
                 .transpose()?,
             parallelism: value::count("store.parallelism", store.parallelism, 1, 256)?
-                .unwrap_or(16),
+                .unwrap_or(64),
             checksum: Setting::file("store.checksum", store.checksum.as_deref())
                 .map(|word| {
                     word.word(&[

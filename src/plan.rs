@@ -47,10 +47,9 @@ const CHUNK_LEN_LARGE: u64 = 16 * MIB;
 const LARGE_GPU_BYTES: u64 = 32 << 30;
 /// Length of a pack buffer in bytes. Every part may leave the last of its pack buffers nearly empty, so they are short against a part.
 pub const PACK_LEN: u64 = MIB;
-/// Parts that one more compressing thread can keep in flight: memory grows with the processors, as networks do. One thread makes at most 3 GB of parts a second, a connection takes some 80 MB of it.
-const PARTS_PER_THREAD: usize = 4;
-/// Parts in flight that memory is planned for on the smallest machine.
-const PARTS_IN_FLIGHT_MIN: usize = 8;
+/// Requests in flight that memory is planned for on the smallest machine, and for each thread more: memory grows with the processors, as networks do. `store.parallelism` is the limit.
+const REQUESTS_MIN: usize = 8;
+const REQUESTS_PER_THREAD: usize = 4;
 /// More than this many chunks in flight per GPU, not counting those that parts hold, only hides what the next stage cannot do.
 const RING_CHUNKS_MAX: usize = 8;
 /// Two: one is copied while the other is compressed.
@@ -239,7 +238,8 @@ pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan
         budget.most_threads(settings.threads, |threads| total_of(&with_threads(threads)))?;
     let mut plan = with_threads(threads);
 
-    let lent_parts = lent_parts(gpus, settings.parallelism, threads);
+    // Half of those in flight, and one per GPU that is being filled.
+    let lent_parts = planned_requests(settings.parallelism, threads).div_ceil(2) + gpus;
     let chunks_per_part = count_of(part_len, chunk_len);
     let lent_chunks = lent_parts * chunks_per_part;
     let ring_step = chunks_per_part.div_ceil(gpus.max(1));
@@ -269,10 +269,10 @@ pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan
     Ok(plan)
 }
 
-/// Parts that each kind of buffer holds: half of those in flight, and one per GPU that is being filled.
-fn lent_parts(gpus: usize, parallelism: u32, threads: u32) -> usize {
-    let by_machine = PARTS_IN_FLIGHT_MIN + PARTS_PER_THREAD.saturating_mul(threads as usize);
-    by_machine.min(parallelism as usize).div_ceil(2) + gpus
+/// Requests in flight that memory is planned for.
+fn planned_requests(parallelism: u32, threads: u32) -> usize {
+    let by_machine = REQUESTS_MIN + REQUESTS_PER_THREAD.saturating_mul(threads as usize);
+    by_machine.min(parallelism as usize)
 }
 
 fn choose_chunk_len(largest: u64, set: Option<u64>) -> Result<u64, PlanError> {
@@ -422,7 +422,8 @@ pub fn plan_load(lanes: &[LoadLane], settings: &LoadSettings) -> Result<LoadPlan
         budget.most_threads(settings.threads, |threads| total_of(&with_threads(threads)))?;
     let mut plan = with_threads(threads);
 
-    let fetch_buffers_max = (settings.parallelism as usize + lanes.len()).max(FETCH_BUFFERS_MIN);
+    let requests = planned_requests(settings.parallelism, threads);
+    let fetch_buffers_max = (requests + lanes.len()).max(FETCH_BUFFERS_MIN);
     deal_out(
         &mut plan,
         budget.bytes,

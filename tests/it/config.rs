@@ -114,7 +114,7 @@ fn defaults() {
         (config.store.bucket.as_str(), config.store.prefix.as_str()),
         ("my-bucket", "ckptstream")
     );
-    assert_eq!(config.store.parallelism, 16);
+    assert_eq!(config.store.parallelism, 64);
     assert_eq!(config.store.checksum, PartChecksum::Crc64Nvme);
     assert_eq!(config.store.retry_timeout, Duration::from_secs(120));
     assert_eq!(config.store.request_timeout, Duration::from_secs(30));
