@@ -1,13 +1,12 @@
-//! A store behind a network, for unit tests: parts take time, and too many of them are refused.
+//! A store behind a network, for unit tests: parts take time, or as long as the test likes.
 
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::Semaphore;
 
 use crate::store::memory::MemoryStore;
 use crate::store::{
@@ -19,38 +18,30 @@ use crate::store::{
 #[derive(Debug)]
 pub(super) struct Network {
     inner: MemoryStore,
-    /// What a part takes however fast the link is.
+    /// What a part takes.
     latency: Duration,
-    /// Bytes per second that all connections share.
-    rate: f64,
-    /// More parts at once than this are asked to slow down.
-    pub(super) tolerance: AtomicUsize,
-    free_at: Mutex<Option<Instant>>,
+    /// A part takes one, and waits for it.
+    pub(super) passes: Semaphore,
     pub(super) in_flight: AtomicUsize,
 }
 
 impl Network {
-    /// A store so far away, on a link of so many bytes per second.
-    pub(super) fn new(latency: Duration, rate: f64) -> Self {
+    /// A store so far away.
+    pub(super) fn far(latency: Duration) -> Self {
         Self {
             inner: MemoryStore::with_part_len_min(0),
             latency,
-            rate,
-            tolerance: AtomicUsize::new(usize::MAX),
-            free_at: Mutex::default(),
+            passes: Semaphore::new(Semaphore::MAX_PERMITS),
             in_flight: AtomicUsize::new(0),
         }
     }
 
-    /// When a part of `len` bytes that leaves now is there.
-    fn arrival(&self, len: u64) -> Instant {
-        let now = Instant::now();
-        #[expect(clippy::cast_precision_loss, reason = "a model")]
-        let takes = Duration::from_secs_f64(len as f64 / self.rate);
-        let mut free_at = self.free_at.lock().unwrap();
-        let through = free_at.map_or(now, |at| at.max(now)) + takes;
-        *free_at = Some(through);
-        through.max(now + self.latency)
+    /// A store that takes a part when the test adds a pass.
+    pub(super) fn gated() -> Self {
+        Self {
+            passes: Semaphore::new(0),
+            ..Self::far(Duration::ZERO)
+        }
     }
 }
 
@@ -76,16 +67,10 @@ impl Store for Network {
         body: PartBody,
     ) -> BoxFuture<'a, Result<PartReceipt, StoreError>> {
         async move {
-            let before = self.in_flight.fetch_add(1, Ordering::Relaxed);
+            self.in_flight.fetch_add(1, Ordering::Relaxed);
             let _counted = InFlight(&self.in_flight);
-            if before >= self.tolerance.load(Ordering::Relaxed) {
-                return Err(StoreError::SlowDown {
-                    operation: "UploadPart",
-                    key: key.to_string(),
-                    code: "SlowDown".to_owned(),
-                });
-            }
-            sleep_until(self.arrival(body.len)).await;
+            self.passes.acquire().await.unwrap().forget();
+            tokio::time::sleep(self.latency).await;
             // What the store keeps is its own: the sender's buffers are free.
             let joined = Bytes::from(body.pieces.concat());
             let body = PartBody::new(vec![joined], body.crc64);

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 
 use super::PipelineError;
 use super::abort::{Abort, panic_message};
@@ -175,14 +175,9 @@ mod tests {
 
     use super::super::network::Network;
     use super::*;
-    use crate::store::retry::{RetryPolicy, Retrying};
     use crate::store::{PartBody, PartNumber};
 
-    const LEN: u64 = 1000;
-    /// One part alone.
-    const LATENCY: Duration = Duration::from_millis(100);
-
-    /// An upload of `count` parts, all ready, through a link that takes `knee` of them in the time of one. Counts how many were in flight, every tenth of that time.
+    /// An upload of parts that are all ready, to a store that takes them when it is told to.
     struct Upload {
         network: Arc<Network>,
         meter: Arc<Meter>,
@@ -190,21 +185,13 @@ mod tests {
     }
 
     impl Upload {
-        async fn start(count: u16, knee: u32) -> Self {
-            let rate = f64::from(knee) * 10.0 * 1000.0;
-            let network = Arc::new(Network::new(LATENCY, rate));
+        async fn start(count: u64) -> Self {
+            let network = Arc::new(Network::gated());
             let meter = Meter::new();
-            let policy = RetryPolicy::new(Duration::from_secs(3600));
-            let store = Arc::new(Retrying::new(
-                Arc::clone(&network),
-                policy,
-                CancellationToken::new(),
-                Arc::clone(&meter),
-            ));
             let key = Key::new("job/object").unwrap();
-            let upload = store.begin_upload(&key).await.unwrap();
+            let upload = network.begin_upload(&key).await.unwrap();
             let uploader = Uploader {
-                store,
+                store: Arc::clone(&network) as Arc<dyn Store>,
                 targets: vec![UploadTarget {
                     key,
                     upload,
@@ -217,75 +204,62 @@ mod tests {
                 abort: Arc::new(Abort::new(Vec::new(), CancellationToken::new())),
             };
             let (out, parts) = unbounded_channel();
-            let bytes = Bytes::from(vec![7; usize::try_from(LEN).unwrap()]);
-            let crc64 = crate::codec::Crc64::of(&bytes).value();
             for number in 1..=count {
+                let bytes = Bytes::from_static(b"part");
+                let crc64 = crate::codec::Crc64::of(&bytes).value();
                 out.send(PartJob {
                     lane: 0,
-                    number: PartNumber::new(u64::from(number)).unwrap(),
-                    body: PartBody::new(vec![bytes.clone()], crc64),
-                    raw_len: LEN,
+                    number: PartNumber::new(number).unwrap(),
+                    body: PartBody::new(vec![bytes], crc64),
+                    raw_len: 4,
                 })
                 .unwrap();
             }
             drop(out);
-            let run = tokio::spawn(uploader.run(parts));
             Self {
                 network,
                 meter,
-                run,
+                run: tokio::spawn(uploader.run(parts)),
             }
         }
 
-        /// Parts in flight at the end of so many times that one part takes.
-        async fn after(&self, parts: u32) -> usize {
-            tokio::time::sleep(LATENCY * parts).await;
-            self.network.in_flight.load(Ordering::Relaxed)
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn it_finds_how_many_parts_the_link_takes() {
-        for (knee, least, most) in [(4, 8, 9), (24, 16, 32), (200, 64, 64)] {
-            let upload = Upload::start(9_000, knee).await;
-            let mut seen = Vec::new();
-            for _ in 0..40 {
-                seen.push(upload.after(2).await);
+        /// Lets `count` parts through, and waits until so many others are in flight and nothing moves any more, for as long as that takes.
+        async fn pass(&self, count: usize, in_flight: usize) {
+            self.network.passes.add_permits(count);
+            let mut looks_alike = 0;
+            while looks_alike < 20 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                let is_so = self.network.in_flight.load(Ordering::Relaxed) == in_flight;
+                looks_alike = if is_so { looks_alike + 1 } else { 0 };
             }
-            // It tries more now and then: the middle one is where it rests.
-            seen.sort_unstable();
-            assert!((least..=most).contains(&seen[20]), "knee {knee}: {seen:?}");
-            upload.run.abort();
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_store_that_says_slow_down_gets_half_and_is_climbed_back_to() {
-        let upload = Upload::start(10_000, 200).await;
-        assert_eq!(upload.after(20).await, 64);
-        upload.network.tolerance.store(20, Ordering::Relaxed);
-        upload.after(30).await;
-        assert!(upload.meter.slow_downs.load(Ordering::Relaxed) > 0);
-        let mut seen = Vec::new();
-        for _ in 0..20 {
-            seen.push(upload.after(2).await);
-        }
-        seen.sort_unstable();
-        // Those that were refused wait between their attempts, and are in flight for us but not there.
-        assert!(seen[10] <= 24 && seen[10] >= 8, "{seen:?}");
-        upload
-            .network
-            .tolerance
-            .store(usize::MAX, Ordering::Relaxed);
-        assert_eq!(upload.after(100).await, 64);
+    #[tokio::test]
+    async fn more_parts_are_tried_while_parts_wait() {
+        let upload = Upload::start(100).await;
+        upload.pass(0, 8).await;
+        // A round to settle, and one to know the rate.
+        upload.pass(8, 8).await;
+        upload.pass(8, 16).await;
         upload.run.abort();
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
+    async fn half_as_many_when_the_store_asks_to_slow_down() {
+        let upload = Upload::start(100).await;
+        upload.pass(0, 8).await;
+        upload.meter.slow_downs.fetch_add(3, Ordering::Relaxed);
+        upload.pass(5, 4).await;
+        upload.run.abort();
+    }
+
+    #[tokio::test]
     async fn every_part_is_receipted_in_order() {
-        let upload = Upload::start(500, 24).await;
+        let upload = Upload::start(100).await;
+        upload.network.passes.add_permits(100);
         let receipts = upload.run.await.unwrap();
         let numbers = receipts[0].iter().map(|receipt| receipt.number.get());
-        assert!(numbers.eq(1..=500));
+        assert!(numbers.eq(1..=100));
     }
 }

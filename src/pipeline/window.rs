@@ -7,9 +7,7 @@
 //! is tried, otherwise the limit goes back and stays for a while. Rounds in which nothing waited say nothing: the limit is not what limits. A store that says slow down gets
 //! half, at most once a round, and the climb begins again from there.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Parts in flight at the start.
 const LIMIT_FIRST: usize = 8;

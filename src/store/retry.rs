@@ -608,6 +608,9 @@ mod tests {
             call(&store).await;
             assert_eq!(inner.calls(operation), 3, "{operation}, {fault:?}");
             assert_eq!(retries(&store), 2, "{operation}, {fault:?}");
+            let slow_downs = store.meter.slow_downs.load(Ordering::Relaxed);
+            let asked = if fault == Fault::SlowDown { 2 } else { 0 };
+            assert_eq!(slow_downs, asked, "{operation}, {fault:?}");
         }
     }
 

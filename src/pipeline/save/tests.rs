@@ -62,7 +62,7 @@ impl Case {
             .enable_all()
             .build()
             .unwrap();
-        let store = Arc::new(Network::new(Duration::from_millis(3), 1e9));
+        let store = Arc::new(Network::far(Duration::from_millis(3)));
         let driver = fake::driver();
         let memory = DeviceMemory::allocate(&driver, 0, CHUNK_COUNT * CHUNK_LEN - 1000).unwrap();
         let lane = |(index, fills): (usize, &Vec<Fill>)| {
