@@ -64,6 +64,39 @@ impl Crc64 {
     }
 }
 
+/// A [`Crc64`] in the making, for bytes that are seen piece by piece.
+#[derive(Clone)]
+pub struct Summing(crc_fast::Digest);
+
+impl Summing {
+    /// Of no bytes yet.
+    pub fn new() -> Self {
+        Self(crc_fast::Digest::new(Crc64Nvme))
+    }
+
+    /// Takes the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all bytes taken.
+    pub fn finish(self) -> Crc64 {
+        Crc64(self.0.finalize())
+    }
+}
+
+impl Default for Summing {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Summing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Summing").finish_non_exhaustive()
+    }
+}
+
 impl fmt::Display for Crc64 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
@@ -138,6 +171,9 @@ mod tests {
     proptest! {
         #[test]
         fn combined_parts_are_the_whole(parts in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 0..6)) {
+            let mut summing = Summing::new();
+            parts.iter().for_each(|part| summing.update(part));
+            prop_assert_eq!(summing.finish(), Crc64::of(&parts.concat()));
             let combined = parts.iter().fold(Crc64::EMPTY, |sum, part| sum.combine(Crc64::of(part), part.len() as u64));
             prop_assert_eq!(combined, Crc64::of(&parts.concat()));
         }
