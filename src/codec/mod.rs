@@ -1,12 +1,13 @@
 //! Chunk to frame and back: one file per transformation, both directions in it.
 //!
-//! Out: a chunk's raw bytes become one self-contained zstd frame ([`frame`]) and a [`Digest`] of the raw bytes ([`digest`]); the frames' lengths become the
+//! Out: a chunk's raw bytes are split into planes where that pays ([`planes`]) and become one self-contained zstd frame ([`frame`]) and a [`Digest`] of the raw bytes ([`digest`]); the frames' lengths become the
 //! seekable format's table at the object's end ([`seek_table`]); the stored bytes get the store's checksum ([`checksum`]). Back: the same files.
 //! What can fail: only the way back; a frame is refused before anything is allocated for it when it is not what the frame table promised.
 
 pub mod checksum;
 pub mod digest;
 pub mod frame;
+pub mod planes;
 #[cfg(test)]
 pub(crate) mod sample_data;
 pub mod seek_table;
