@@ -7,6 +7,7 @@
 pub mod checksum;
 pub mod digest;
 pub mod frame;
+pub mod huffman;
 #[cfg(test)]
 pub(crate) mod sample_data;
 pub mod seek_table;
