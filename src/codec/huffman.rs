@@ -9,6 +9,8 @@
 //! What can fail: a histogram that no code can be described for, a symbol that the code does not know, an output without room; on the way back any input.
 //! A damaged bit string of the right length may decode to wrong symbols, as in every zstd frame without a checksum: the chunk's digest finds that.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod code;
 pub mod encode;
 mod header;

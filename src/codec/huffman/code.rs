@@ -15,6 +15,10 @@ pub struct Code {
     pub(super) codes: [u16; 256],
     /// Per symbol what a scalar kernel adds to its accumulator: see [`super::encode`]. 0 for a symbol without a code.
     pub(super) entries: [u64; 256],
+    /// Lowest and highest symbol with a code, symbol 0 aside. Both 0 when there is no other.
+    pub(super) span: [u8; 2],
+    /// Whether every code is a number below 256, however long: so it is unless rare symbols take up much of the code.
+    pub(super) fits_bytes: bool,
     /// Mean length over the histogram, in 1/16 bit.
     pub(super) mean_bits_x16: u64,
     header: Header,
@@ -62,7 +66,9 @@ impl Code {
         let codes = canonical(&lengths, &depth_counts);
         Some(Self {
             entries: encode::entries(&codes, &lengths),
+            fits_bytes: codes.iter().all(|&code| code < 256),
             codes,
+            span: span(&lengths),
             lengths,
             mean_bits_x16: bits * 16 / total,
             header,
@@ -140,6 +146,13 @@ fn limit(clamped: &DepthCounts) -> DepthCounts {
         counts[deepest] -= 1;
     }
     counts
+}
+
+fn span(lengths: &[u8; 256]) -> [u8; 2] {
+    let mut with_code = (1..=u8::MAX).zip(&lengths[1..]).filter(|&(_, &length)| length > 0);
+    let first = with_code.next().map_or(0, |(symbol, _)| symbol);
+    let last = with_code.next_back().map_or(first, |(symbol, _)| symbol);
+    [first, last]
 }
 
 /// The codes that a decoder infers: longest first from 0 up, in symbol order where lengths are equal.

@@ -6,6 +6,8 @@
 //!
 //! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
 
+#[cfg(target_arch = "x86_64")]
+use super::avx2;
 use super::code::Code;
 use super::{SYMBOLS_MAX, quarters};
 
@@ -26,6 +28,7 @@ pub(super) type Slot = [u8; SLOT_LEN + WORD_LEN];
 /// Memory of an encoder of blocks: one per thread, used again and again.
 pub struct Coder {
     slots: Box<[u8]>,
+    records: Box<[Records; 2]>,
     kernel: Kernel,
 }
 
@@ -43,6 +46,9 @@ pub enum Kernel {
     /// The same, compiled for shifts that take their count from any register.
     #[cfg(target_arch = "x86_64")]
     Bmi2,
+    /// 64 symbols at a time where the code lies within a few tables of 16, else as Bmi2.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
 }
 
 impl Kernel {
@@ -52,6 +58,9 @@ impl Kernel {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2") {
             kernels.push(Self::Bmi2);
+            if is_x86_feature_detected!("avx2") {
+                kernels.push(Self::Avx2);
+            }
         }
         kernels
     }
@@ -74,6 +83,7 @@ impl Coder {
     pub fn with_kernel(kernel: Kernel) -> Self {
         Self {
             slots: vec![0; 4 * SLOT_STRIDE].into(),
+            records: Box::new([Records::EMPTY; 2]),
             kernel,
         }
     }
@@ -101,6 +111,14 @@ impl Coder {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the kernel was chosen because the CPU has these features.
             Kernel::Bmi2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 if avx2::suits(code) => {
+                // SAFETY: the kernel was chosen because the CPU has these features.
+                unsafe { avx2::encode(code, quarters, &mut slots, &mut self.records) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above; the features of the Avx2 kernel are these and more.
+            Kernel::Avx2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
         }?;
 
         let (jump_table, mut rest) = out.split_at_mut_checked(JUMP_TABLE_LEN)?;
@@ -138,7 +156,7 @@ const LENGTH_MASK: u64 = 0xff;
 /// A bit string that grows. The newest bits are at the top of the accumulator and older ones below, so that to append is to shift right by the
 /// entry's lowest bits and to OR: one instruction each, because shifts look at six bits of their count only.
 #[derive(Clone, Copy)]
-struct BitString {
+pub(super) struct BitString {
     /// Pending bits at the top; what is below them is of no meaning.
     pending: u64,
     /// Sum of entries: pending bits in the lowest byte, then how many symbols with a code went by. The codes at the top overflow, which hurts nobody.
@@ -176,7 +194,7 @@ impl BitString {
     }
 
     /// Appends `rest`, which stands in front of what was appended, and ends the bit string. Gives its length, or None when not all of `count` symbols had a code.
-    fn end_with(mut self, code: &Code, count: usize, rest: &[u8], slot: &mut Slot) -> Option<usize> {
+    pub(super) fn end_with(mut self, code: &Code, count: usize, rest: &[u8], slot: &mut Slot) -> Option<usize> {
         for &symbol in rest.iter().rev() {
             self.push_clean(code.entries[usize::from(symbol)]);
             self.flush(slot);
@@ -229,4 +247,78 @@ fn scalar_pair(code: &Code, symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut S
         string0.end_with(code, symbols[0].len(), rest0, slot0)?,
         string1.end_with(code, symbols[1].len(), rest1, slot1)?,
     ])
+}
+
+/// Most records that a vector kernel makes before they are appended.
+pub(super) const RECORDS_MAX: usize = 256;
+
+/// Codes of several symbols each, strung together: what vector kernels make of symbols. Filled from the end, because bit strings are written from the end.
+pub(super) struct Records {
+    pub(super) codes: [u64; RECORDS_MAX],
+    /// At most 56 bits each, so that 7 pending bits and a record fit a word.
+    pub(super) lengths: [u64; RECORDS_MAX],
+    /// Where the first one is.
+    pub(super) start: usize,
+}
+
+impl Records {
+    pub(super) const EMPTY: Self = Self {
+        codes: [0; RECORDS_MAX],
+        lengths: [0; RECORDS_MAX],
+        start: RECORDS_MAX,
+    };
+}
+
+/// A bit string that grows by records: here the oldest pending bit is the lowest.
+#[derive(Clone, Copy)]
+pub(super) struct RecordString {
+    pending: u64,
+    pending_bits: u64,
+    len: usize,
+}
+
+impl RecordString {
+    pub(super) const EMPTY: Self = Self { pending: 0, pending_bits: 0, len: 0 };
+
+    #[inline(always)]
+    fn append(&mut self, code: u64, length: u64, slot: &mut Slot) {
+        self.pending |= code.wrapping_shl(self.pending_bits as u32);
+        let at = self.len % SLOT_LEN;
+        slot[at..at + WORD_LEN].copy_from_slice(&self.pending.to_le_bytes());
+        self.pending_bits = self.pending_bits.wrapping_add(length);
+        self.len = self.len.wrapping_add((self.pending_bits >> 3) as usize);
+        self.pending = self.pending.wrapping_shr((self.pending_bits & 56) as u32);
+        self.pending_bits &= 7;
+    }
+
+    /// The same bit string for the scalar kernel, which counts on from `count` symbols.
+    pub(super) fn into_bit_string(self, count: usize) -> BitString {
+        let pending = if self.pending_bits == 0 { 0 } else { self.pending << (64 - self.pending_bits) };
+        BitString { pending, sum: (count as u64) << 8 | self.pending_bits, len: self.len }
+    }
+}
+
+/// Appends the records of two bit strings, taking turns.
+#[inline(always)]
+pub(super) fn append(records: &[Records; 2], strings: &mut [RecordString; 2], slot0: &mut Slot, slot1: &mut Slot) {
+    let [records0, records1] = records;
+    let [mut string0, mut string1] = *strings;
+    let both = records0.start.max(records1.start);
+    for (((&code0, &length0), &code1), &length1) in records0.codes[both..]
+        .iter()
+        .zip(&records0.lengths[both..])
+        .zip(&records1.codes[both..])
+        .zip(&records1.lengths[both..])
+        .rev()
+    {
+        string0.append(code0, length0, slot0);
+        string1.append(code1, length1, slot1);
+    }
+    for (&code, &length) in records0.codes[records0.start..both].iter().zip(&records0.lengths[records0.start..both]).rev() {
+        string0.append(code, length, slot0);
+    }
+    for (&code, &length) in records1.codes[records1.start..both].iter().zip(&records1.lengths[records1.start..both]).rev() {
+        string1.append(code, length, slot1);
+    }
+    *strings = [string0, string1];
 }
