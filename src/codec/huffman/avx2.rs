@@ -10,6 +10,7 @@
 
 #![allow(unsafe_code, reason = "the fence: loads and stores of vectors")]
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::code::Code;
@@ -156,6 +157,22 @@ impl<const TABLES: usize> Tables<TABLES> {
         }
     }
 
+    /// The wide way for one step: records of four symbols each, put in front of `start`. Seldom taken, so it looks up again what its caller has in registers.
+    #[cold]
+    #[inline(never)]
+    #[target_feature(enable = "avx2")]
+    fn put_fours(&self, step: &[u8; STEP], records: &mut Records, mut start: usize) -> usize {
+        for half in step.as_chunks::<32>().0.iter().rev() {
+            // SAFETY: half a step is 32 readable bytes.
+            let looked = self.look(unsafe { _mm256_loadu_si256(half.as_ptr().cast()) });
+            for (codes, lengths) in looked.fours().into_iter().rev() {
+                start -= 4;
+                put(records, start, codes, lengths);
+            }
+        }
+        start
+    }
+
     /// Makes records of `steps`; false when a symbol has no code.
     #[inline]
     #[target_feature(enable = "avx2")]
@@ -176,35 +193,25 @@ impl<const TABLES: usize> Tables<TABLES> {
             let later_lengths = _mm256_unpackhi_epi64(x_lengths, y_lengths);
             let lengths = _mm256_add_epi64(_mm256_unpacklo_epi64(x_lengths, y_lengths), later_lengths);
             let codes = _mm256_or_si256(
-                _mm256_sllv_epi64(_mm256_unpacklo_epi64(x_codes, y_codes), later_lengths),
+                shift_left_64(_mm256_unpacklo_epi64(x_codes, y_codes), later_lengths),
                 _mm256_unpackhi_epi64(x_codes, y_codes),
             );
             let wide_pairs = _mm256_cmpgt_epi16(_mm256_max_epi16(x.pair_lengths, y.pair_lengths), _mm256_set1_epi16(16));
             let wide = _mm256_or_si256(wide_pairs, _mm256_cmpgt_epi32(lengths, _mm256_set1_epi32(56)));
-            let mut put = |codes: __m256i, lengths: __m256i| {
-                start -= 4;
-                // SAFETY: both slices are of four words, 32 writable bytes.
-                unsafe {
-                    _mm256_storeu_si256(records.codes[start..start + 4].as_mut_ptr().cast(), codes);
-                    _mm256_storeu_si256(records.lengths[start..start + 4].as_mut_ptr().cast(), lengths);
-                }
-            };
             if _mm256_testz_si256(wide, wide) != 0 {
-                put(_mm256_permute4x64_epi64(codes, 0b11_01_10_00), _mm256_permute4x64_epi64(lengths, 0b11_01_10_00));
+                start -= 4;
+                put(records, start, _mm256_permute4x64_epi64(codes, 0b11_01_10_00), _mm256_permute4x64_epi64(lengths, 0b11_01_10_00));
                 continue;
             }
             let most = _mm256_max_epi32(x_lengths, y_lengths);
             let wide = _mm256_or_si256(wide_pairs, _mm256_cmpgt_epi32(most, _mm256_set1_epi32(56)));
             if _mm256_testz_si256(wide, wide) != 0 {
-                put(y_codes, y_lengths);
-                put(x_codes, x_lengths);
+                start -= 8;
+                put(records, start + 4, y_codes, y_lengths);
+                put(records, start, x_codes, x_lengths);
                 continue;
             }
-            for looked in [y, x] {
-                let [first, second] = looked.fours();
-                put(second.0, second.1);
-                put(first.0, first.1);
-            }
+            start = self.put_fours(step, records, start);
         }
         records.start = start;
         // Symbols between 0 and the lowest one share the index of 0, so they are found by themselves.
@@ -212,6 +219,41 @@ impl<const TABLES: usize> Tables<TABLES> {
         let without = _mm256_cmpeq_epi8(_mm256_min_epu8(least, apart), _mm256_setzero_si256());
         _mm256_testz_si256(without, without) != 0
     }
+}
+
+/// Four records from `start` on.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn put(records: &mut Records, start: usize, codes: __m256i, lengths: __m256i) {
+    // SAFETY: both slices are of four words, 32 writable bytes.
+    unsafe {
+        _mm256_storeu_si256(records.codes[start..start + 4].as_mut_ptr().cast(), codes);
+        _mm256_storeu_si256(records.lengths[start..start + 4].as_mut_ptr().cast(), lengths);
+    }
+}
+
+/// Lanes of 32 bits shifted left by less than 32. An instruction of its own: the intrinsic becomes three, since a shift by 32 and more has to give 0.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn shift_left_32(lanes: __m256i, counts: __m256i) -> __m256i {
+    let shifted;
+    // SAFETY: reads and writes nothing but registers; the CPU has AVX2.
+    unsafe {
+        asm!("vpsllvd {0}, {1}, {2}", lateout(ymm_reg) shifted, in(ymm_reg) lanes, in(ymm_reg) counts, options(pure, nomem, nostack, preserves_flags));
+    }
+    shifted
+}
+
+/// The same for lanes of 64 bits.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn shift_left_64(lanes: __m256i, counts: __m256i) -> __m256i {
+    let shifted;
+    // SAFETY: as above.
+    unsafe {
+        asm!("vpsllvq {0}, {1}, {2}", lateout(ymm_reg) shifted, in(ymm_reg) lanes, in(ymm_reg) counts, options(pure, nomem, nostack, preserves_flags));
+    }
+    shifted
 }
 
 impl Looked {
@@ -223,13 +265,13 @@ impl Looked {
         let pairs = _mm256_or_si256(_mm256_mullo_epi16(earlier, self.powers), _mm256_srli_epi16(self.codes, 8));
         let earlier = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff));
         let fours = _mm256_or_si256(
-            _mm256_sllv_epi32(earlier, _mm256_srli_epi32(self.pair_lengths, 16)),
+            shift_left_32(earlier, _mm256_srli_epi32(self.pair_lengths, 16)),
             _mm256_srli_epi32(pairs, 16),
         );
         let four_lengths = _mm256_madd_epi16(self.pair_lengths, _mm256_set1_epi16(1));
         let earlier = _mm256_and_si256(fours, _mm256_set1_epi64x(0xffff_ffff));
         let eights = _mm256_or_si256(
-            _mm256_sllv_epi64(earlier, _mm256_srli_epi64(four_lengths, 32)),
+            shift_left_64(earlier, _mm256_srli_epi64(four_lengths, 32)),
             _mm256_srli_epi64(fours, 32),
         );
         (eights, _mm256_sad_epu8(self.lengths, _mm256_setzero_si256()))
@@ -246,7 +288,7 @@ impl Looked {
         let later_lengths = _mm256_srli_epi32(self.pair_lengths, 16);
         let join = |pairs: __m256i, later_lengths: __m256i| {
             let earlier = _mm256_and_si256(pairs, _mm256_set1_epi64x(0xffff_ffff));
-            _mm256_or_si256(_mm256_sllv_epi64(earlier, later_lengths), _mm256_srli_epi64(pairs, 32))
+            _mm256_or_si256(shift_left_64(earlier, later_lengths), _mm256_srli_epi64(pairs, 32))
         };
         let codes_low = join(pairs_low, _mm256_unpacklo_epi32(later_lengths, zero));
         let codes_high = join(pairs_high, _mm256_unpackhi_epi32(later_lengths, zero));
