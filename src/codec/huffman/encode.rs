@@ -1,0 +1,324 @@
+//! Symbols to a jump table and four bit strings; the scalar kernel, and the choice of kernel.
+//!
+//! In: a [`Code`], 256 symbols to 128 KiB of them. Out: six bytes of jump table and four bit strings, each written from its last symbol to its first and ended by
+//! a 1 bit, so that a decoder can start at the end. What can fail: a symbol without a code, an output without room; neither is known beforehand, because
+//! codes are made from samples.
+//!
+//! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
+
+#[cfg(target_arch = "x86_64")]
+use super::avx2;
+use super::code::Code;
+use super::{SYMBOLS_MAX, quarters};
+
+/// Positions in a slot: a power of two over the longest bit string (11 bits for each of 32 Ki symbols), so that a position needs no check but a mask.
+const SLOT_LEN: usize = 1 << 16;
+/// Bytes that one store writes.
+const WORD_LEN: usize = 8;
+/// Slots are this far apart: equal positions in two of them do not fall into the same set of the cache.
+const SLOT_STRIDE: usize = SLOT_LEN + 1088;
+/// Bytes of the jump table: the lengths of all bit strings but the last.
+const JUMP_TABLE_LEN: usize = 6;
+/// Fewest symbols of a block: under that, four bit strings do not pay.
+const SYMBOLS_MIN: usize = 256;
+
+/// Where one bit string is written.
+pub(super) type Slot = [u8; SLOT_LEN + WORD_LEN];
+
+/// Memory of an encoder of blocks: one per thread, used again and again.
+pub struct Coder {
+    slots: Box<[u8]>,
+    records: Box<[Records; 2]>,
+    kernel: Kernel,
+}
+
+impl std::fmt::Debug for Coder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Coder").field("kernel", &self.kernel).finish_non_exhaustive()
+    }
+}
+
+/// Which code writes the bit strings. They all write the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// One symbol after the other, without anything that a CPU may lack.
+    Portable,
+    /// The same, compiled for shifts that take their count from any register.
+    #[cfg(target_arch = "x86_64")]
+    Bmi2,
+    /// 64 symbols at a time where the code lies within a few tables of 16, else as Bmi2.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Kernel {
+    /// Every kernel that this CPU can run, best last.
+    pub fn available() -> Vec<Self> {
+        let mut kernels = vec![Self::Portable];
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2") {
+            kernels.push(Self::Bmi2);
+            if is_x86_feature_detected!("avx2") {
+                kernels.push(Self::Avx2);
+            }
+        }
+        kernels
+    }
+}
+
+impl Default for Coder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Coder {
+    /// A coder with the best kernels that this CPU can run.
+    pub fn new() -> Self {
+        let kernels = Kernel::available();
+        Self::with_kernel(*kernels.last().expect("the portable one is always there"))
+    }
+
+    /// A coder with this kernel.
+    pub fn with_kernel(kernel: Kernel) -> Self {
+        Self {
+            slots: vec![0; 4 * SLOT_STRIDE].into(),
+            records: Box::new([Records::EMPTY; 2]),
+            kernel,
+        }
+    }
+
+    /// Writes the jump table and the bit strings of `symbols` to the start of `out` and gives their length. None when a symbol has no code or
+    /// when `out` has no room for them; then what is in `out` is of no use.
+    ///
+    /// # Panics
+    ///
+    /// With fewer than 256 symbols or more than 128 Ki of them.
+    pub fn encode(&mut self, code: &Code, symbols: &[u8], out: &mut [u8]) -> Option<usize> {
+        assert!(
+            (SYMBOLS_MIN..=SYMBOLS_MAX).contains(&symbols.len()),
+            "{} symbols in a block",
+            symbols.len()
+        );
+        let quarters = quarters(symbols);
+        let mut strides = self.slots.chunks_exact_mut(SLOT_STRIDE);
+        let mut slots = [(); 4].map(|()| -> &mut Slot {
+            let stride = strides.next().expect("four strides");
+            stride.first_chunk_mut().expect("a stride holds a slot")
+        });
+        let lens = match self.kernel {
+            Kernel::Portable => scalar(code, quarters, &mut slots),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the kernel was chosen because the CPU has these features.
+            Kernel::Bmi2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 if avx2::suits(code) => {
+                // SAFETY: the kernel was chosen because the CPU has these features.
+                unsafe { avx2::encode(code, quarters, &mut slots, &mut self.records) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above; the features of the Avx2 kernel are these and more.
+            Kernel::Avx2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
+        }?;
+
+        let (jump_table, mut rest) = out.split_at_mut_checked(JUMP_TABLE_LEN)?;
+        for (entry, &len) in jump_table.chunks_exact_mut(2).zip(&lens) {
+            entry.copy_from_slice(&u16::try_from(len).ok()?.to_le_bytes());
+        }
+        let mut total = JUMP_TABLE_LEN;
+        for (slot, &len) in slots.iter().zip(&lens) {
+            let place;
+            (place, rest) = rest.split_at_mut_checked(len)?;
+            place.copy_from_slice(&slot[..len]);
+            total += len;
+        }
+        Some(total)
+    }
+}
+
+/// Bits from 8 up of an entry count the symbols that have a code: see [`BitString`].
+const COUNT_ONE: u64 = 1 << 8;
+
+/// An entry: the code at the top, a 1 for the count of symbols, the code's length in the lowest byte.
+pub(super) fn entries(codes: &[u16; 256], lengths: &[u8; 256]) -> [u64; 256] {
+    let mut entries = [0; 256];
+    for ((entry, &code), &length) in entries.iter_mut().zip(codes).zip(lengths) {
+        // A length of 0 would shift by 64; such a symbol has code 0 in any case.
+        let place = (64 - u32::from(length)) % 64;
+        *entry = u64::from(code) << place | u64::from(length) | u64::from(length > 0) * COUNT_ONE;
+    }
+    entries
+}
+
+/// The lowest byte of an entry: a length. Where it is put into the accumulator it may stay as long as fewer than 56 bits are pending.
+const LENGTH_MASK: u64 = 0xff;
+
+/// A bit string that grows. The newest bits are at the top of the accumulator and older ones below, so that to append is to shift right by the
+/// entry's lowest bits and to OR: one instruction each, because shifts look at six bits of their count only.
+#[derive(Clone, Copy)]
+pub(super) struct BitString {
+    /// Pending bits at the top; what is below them is of no meaning.
+    pending: u64,
+    /// Sum of entries: pending bits in the lowest byte, then how many symbols with a code went by. The codes at the top overflow, which hurts nobody.
+    sum: u64,
+    /// Bytes written.
+    len: usize,
+}
+
+impl BitString {
+    const EMPTY: Self = Self { pending: 0, sum: 0, len: 0 };
+    /// Symbols that can be appended between two flushes: 7 pending bits and five codes of 11 are 62.
+    const PER_FLUSH: usize = 5;
+
+    #[inline(always)]
+    fn push(&mut self, entry: u64) {
+        self.pending = self.pending.wrapping_shr(entry as u32) | entry;
+        self.sum = self.sum.wrapping_add(entry);
+    }
+
+    /// The fifth symbol of a row: its length would touch bits that are pending.
+    #[inline(always)]
+    fn push_clean(&mut self, entry: u64) {
+        self.pending = self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | COUNT_ONE);
+        self.sum = self.sum.wrapping_add(entry);
+    }
+
+    /// Writes whole bytes out; up to 7 bits stay.
+    #[inline(always)]
+    fn flush(&mut self, slot: &mut Slot) {
+        let word = self.pending.wrapping_shr((self.sum as u32).wrapping_neg());
+        let at = self.len % SLOT_LEN;
+        slot[at..at + WORD_LEN].copy_from_slice(&word.to_le_bytes());
+        self.len = self.len.wrapping_add((self.sum >> 3 & 7) as usize);
+        self.sum &= !0xf8;
+    }
+
+    /// Appends `rest`, which stands in front of what was appended, and ends the bit string. Gives its length, or None when not all of `count` symbols had a code.
+    pub(super) fn end_with(mut self, code: &Code, count: usize, rest: &[u8], slot: &mut Slot) -> Option<usize> {
+        for &symbol in rest.iter().rev() {
+            self.push_clean(code.entries[usize::from(symbol)]);
+            self.flush(slot);
+        }
+        let coded = (self.sum >> 8) as u32;
+        self.push_clean(1 << 63 | 1);
+        self.flush(slot);
+        let len = self.len + usize::from(self.sum & LENGTH_MASK > 0);
+        (coded as usize == count).then_some(len)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "bmi1,bmi2")]
+fn scalar_bmi2(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
+    scalar(code, quarters, slots)
+}
+
+/// Two bit strings at a time: the next step of one need not wait for the last of the other.
+#[inline(always)]
+fn scalar(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
+    let [slot0, slot1, slot2, slot3] = slots;
+    let [len0, len1] = scalar_pair(code, [quarters[0], quarters[1]], slot0, slot1)?;
+    let [len2, len3] = scalar_pair(code, [quarters[2], quarters[3]], slot2, slot3)?;
+    Some([len0, len1, len2, len3])
+}
+
+#[inline(always)]
+fn scalar_pair(code: &Code, symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut Slot) -> Option<[usize; 2]> {
+    let entry = |symbol: u8| code.entries[usize::from(symbol)];
+    let [mut string0, mut string1] = [BitString::EMPTY; 2];
+    let rows = symbols[1].len().min(symbols[0].len()) / BitString::PER_FLUSH;
+    let [(rest0, rows0), (rest1, rows1)] =
+        symbols.map(|symbols| symbols.split_at(symbols.len() - rows * BitString::PER_FLUSH));
+    for ([a0, b0, c0, d0, e0], [a1, b1, c1, d1, e1]) in rows0.as_chunks().0.iter().zip(rows1.as_chunks().0).rev() {
+        string0.push(entry(*e0));
+        string1.push(entry(*e1));
+        string0.push(entry(*d0));
+        string1.push(entry(*d1));
+        string0.push(entry(*c0));
+        string1.push(entry(*c1));
+        string0.push(entry(*b0));
+        string1.push(entry(*b1));
+        string0.push_clean(entry(*a0));
+        string1.push_clean(entry(*a1));
+        string0.flush(slot0);
+        string1.flush(slot1);
+    }
+    Some([
+        string0.end_with(code, symbols[0].len(), rest0, slot0)?,
+        string1.end_with(code, symbols[1].len(), rest1, slot1)?,
+    ])
+}
+
+/// Most records that a vector kernel makes before they are appended.
+pub(super) const RECORDS_MAX: usize = 256;
+
+/// Codes of several symbols each, strung together: what vector kernels make of symbols. Filled from the end, because bit strings are written from the end.
+pub(super) struct Records {
+    pub(super) codes: [u64; RECORDS_MAX],
+    /// At most 56 bits each, so that 7 pending bits and a record fit a word.
+    pub(super) lengths: [u64; RECORDS_MAX],
+    /// Where the first one is.
+    pub(super) start: usize,
+}
+
+impl Records {
+    pub(super) const EMPTY: Self = Self {
+        codes: [0; RECORDS_MAX],
+        lengths: [0; RECORDS_MAX],
+        start: RECORDS_MAX,
+    };
+}
+
+/// A bit string that grows by records: here the oldest pending bit is the lowest.
+#[derive(Clone, Copy)]
+pub(super) struct RecordString {
+    pending: u64,
+    pending_bits: u64,
+    len: usize,
+}
+
+impl RecordString {
+    pub(super) const EMPTY: Self = Self { pending: 0, pending_bits: 0, len: 0 };
+
+    #[inline(always)]
+    fn append(&mut self, code: u64, length: u64, slot: &mut Slot) {
+        self.pending |= code.wrapping_shl(self.pending_bits as u32);
+        let at = self.len % SLOT_LEN;
+        slot[at..at + WORD_LEN].copy_from_slice(&self.pending.to_le_bytes());
+        self.pending_bits = self.pending_bits.wrapping_add(length);
+        self.len = self.len.wrapping_add((self.pending_bits >> 3) as usize);
+        self.pending = self.pending.wrapping_shr((self.pending_bits & 56) as u32);
+        self.pending_bits &= 7;
+    }
+
+    /// The same bit string for the scalar kernel, which counts on from `count` symbols.
+    pub(super) fn into_bit_string(self, count: usize) -> BitString {
+        let pending = if self.pending_bits == 0 { 0 } else { self.pending << (64 - self.pending_bits) };
+        BitString { pending, sum: (count as u64) << 8 | self.pending_bits, len: self.len }
+    }
+}
+
+/// Appends the records of two bit strings, taking turns.
+#[inline(always)]
+pub(super) fn append(records: &[Records; 2], strings: &mut [RecordString; 2], slot0: &mut Slot, slot1: &mut Slot) {
+    let [records0, records1] = records;
+    let [mut string0, mut string1] = *strings;
+    let both = records0.start.max(records1.start);
+    for (((&code0, &length0), &code1), &length1) in records0.codes[both..]
+        .iter()
+        .zip(&records0.lengths[both..])
+        .zip(&records1.codes[both..])
+        .zip(&records1.lengths[both..])
+        .rev()
+    {
+        string0.append(code0, length0, slot0);
+        string1.append(code1, length1, slot1);
+    }
+    for (&code, &length) in records0.codes[records0.start..both].iter().zip(&records0.lengths[records0.start..both]).rev() {
+        string0.append(code, length, slot0);
+    }
+    for (&code, &length) in records1.codes[records1.start..both].iter().zip(&records1.lengths[records1.start..both]).rev() {
+        string1.append(code, length, slot1);
+    }
+    *strings = [string0, string1];
+}
