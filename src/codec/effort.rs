@@ -61,27 +61,30 @@ pub(super) const REPETITION_COST_MIN: f32 = 0.2;
 /// Ways of coding whose speeds are learned apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
+    /// As it is.
+    Raw = 0,
     /// Planes and Huffman codes.
-    Huffman = 0,
+    Huffman = 1,
     /// libzstd behind a filter.
-    FilteredZstd = 1,
+    FilteredZstd = 2,
     /// libzstd on the raw bytes.
-    Zstd = 2,
+    Zstd = 3,
 }
 
 /// How much longer than forecast each way takes on this processor, beside these neighbours.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rates([f32; 3]);
+pub(super) struct Rates([f32; 4]);
 
 impl Rates {
     const NEWEST_SHARE: f32 = 1.0 / 8.0;
-    /// A way that is too dear is not taken, and what is not taken is not measured: its factor moves back to 1, so that a bad moment is forgotten in some hundred chunks.
-    const FORGET_SHARE: f32 = 1.0 / 256.0;
+    /// A way that is too dear is not taken, and what is not taken is not measured: its factor follows that of the way that is, so that a bad moment is forgotten within
+    /// some hundred chunks, and a slow machine is slow for all.
+    const FOLLOW_SHARE: f32 = 1.0 / 64.0;
     const FACTOR_MIN: f32 = 0.25;
     const FACTOR_MAX: f32 = 4.0;
 
     pub(super) fn new() -> Self {
-        Self([1.0; 3])
+        Self([1.0; 4])
     }
 
     /// Measured seconds per forecast second.
@@ -89,17 +92,16 @@ impl Rates {
         self.0[way as usize]
     }
 
-    /// A chunk was coded this way (`None`: raw), and took `measured` of `forecast` CPU seconds; the forecast had the factor in it.
-    pub(super) fn learn(&mut self, way: Option<Way>, forecast: f32, measured: f32) {
-        for (index, factor) in self.0.iter_mut().enumerate() {
-            if way.is_some_and(|way| way as usize == index) {
-                let newest = (*factor * measured / forecast.max(f32::MIN_POSITIVE))
-                    .clamp(Self::FACTOR_MIN, Self::FACTOR_MAX);
-                *factor += (newest - *factor) * Self::NEWEST_SHARE;
-            } else {
-                *factor += (1.0 - *factor) * Self::FORGET_SHARE;
-            }
+    /// A chunk was coded this way and took `measured` of `forecast` CPU seconds; the forecast had the factor in it.
+    pub(super) fn learn(&mut self, way: Way, forecast: f32, measured: f32) {
+        let known = self.factor(way);
+        let newest = (known * measured / forecast.max(f32::MIN_POSITIVE))
+            .clamp(Self::FACTOR_MIN, Self::FACTOR_MAX);
+        let learned = known + (newest - known) * Self::NEWEST_SHARE;
+        for factor in &mut self.0 {
+            *factor += (learned - *factor) * Self::FOLLOW_SHARE;
         }
+        self.0[way as usize] = learned;
     }
 }
 
@@ -130,17 +132,19 @@ mod tests {
     #[test]
     fn rates_follow_what_is_measured_and_forget_what_is_not_used() {
         let mut rates = Rates::new();
-        for _ in 0..100 {
-            let forecast = 0.5 * rates.factor(Way::Huffman);
-            rates.learn(Some(Way::Huffman), forecast, 1.0);
-        }
-        assert!((rates.factor(Way::Huffman) - 2.0).abs() < 0.01);
-        assert_eq!(rates.factor(Way::Zstd), 1.0);
-        rates.learn(Some(Way::Huffman), 0.5, f32::INFINITY);
-        assert!(rates.factor(Way::Huffman) <= 2.3, "one outlier moves little");
-        for _ in 0..2000 {
-            rates.learn(None, 1.0, 1.0);
-        }
-        assert!((rates.factor(Way::Huffman) - 1.0).abs() < 0.01);
+        let learn = |rates: &mut Rates, way, times_as_long| {
+            for _ in 0..1000 {
+                let forecast = 0.5 * rates.factor(way);
+                rates.learn(way, forecast, 0.5 * times_as_long);
+            }
+        };
+        learn(&mut rates, Way::Huffman, 3.0);
+        assert!((rates.factor(Way::Huffman) - 3.0).abs() < 0.01);
+        rates.learn(Way::Huffman, 0.5, f32::INFINITY);
+        let outlier = rates.factor(Way::Huffman);
+        assert!(outlier < 3.2, "one outlier moves it to {outlier}");
+        learn(&mut rates, Way::Raw, 0.5);
+        assert!((rates.factor(Way::Raw) - 0.5).abs() < 0.01);
+        assert!((rates.factor(Way::Huffman) - 0.5).abs() < 0.01);
     }
 }

@@ -209,6 +209,14 @@ const LEVEL_3_COST: f32 = 0.5;
 /// What zstd behind a filter may gain over Huffman codes there, at the very most.
 const FILTERED_GAIN_MAX: f32 = 0.15;
 
+/// Stored bytes per raw byte that a filter with more planes must gain over one with fewer.
+const WIDER_MARGIN: f32 = 0.006;
+
+/// Whether a way pays that is no raw frame.
+fn is_better(forecast: Forecast, than: Forecast, effort: Effort) -> bool {
+    forecast.stored <= WORTH_IT && forecast.price(effort) < than.price(effort)
+}
+
 /// A way to code a chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Coding {
@@ -220,12 +228,12 @@ enum Coding {
 }
 
 impl Coding {
-    fn way(self) -> Option<Way> {
+    fn way(self) -> Way {
         match self {
-            Coding::Raw => None,
-            Coding::Huffman { .. } => Some(Way::Huffman),
-            Coding::FilteredZstd { .. } => Some(Way::FilteredZstd),
-            Coding::Zstd { .. } => Some(Way::Zstd),
+            Coding::Raw => Way::Raw,
+            Coding::Huffman { .. } => Way::Huffman,
+            Coding::FilteredZstd { .. } => Way::FilteredZstd,
+            Coding::Zstd { .. } => Way::Zstd,
         }
     }
 
@@ -430,74 +438,74 @@ impl Tools {
         effort: Effort,
     ) -> (Coding, Forecast) {
         let raw = Forecast {
-            cpu: RAW_COST,
+            cpu: self.rates.factor(Way::Raw) * RAW_COST,
             stored: 1.0,
         };
         let mut best = (Coding::Raw, raw);
-        let mut consider = |coding: Coding, forecast: Forecast| {
-            if forecast.stored <= WORTH_IT && forecast.price(effort) < best.1.price(effort) {
-                best = (coding, forecast);
-            }
-            best
-        };
         // Storing nothing at all for the least there is to pay.
         let free = Forecast {
             cpu: CODED_COST,
             stored: 0.0,
         };
         if chunk.is_empty() || free.price(effort) >= raw.price(effort) {
-            return consider(Coding::Raw, raw);
+            return best;
         }
         self.sample.take(chunk);
-        let looks_random = self.sample.bits(Filter::None)[0] > RANDOM_BITS && self.sample.zero_share() == 0.0;
+        let looks_random =
+            self.sample.bits(Filter::None)[0] > RANDOM_BITS && self.sample.zero_share() == 0.0;
 
         let mut best_filter = (Filter::None, f32::INFINITY);
         if !looks_random {
             for filter in settings.filters() {
                 let (coding, forecast) = self.forecast_huffman(*filter, effort);
-                if forecast.stored < best_filter.1 {
+                // More planes take more time and are not worth a difference that the sample cannot see.
+                let is_wider = filter.width() > best_filter.0.width();
+                let margin = if is_wider { WIDER_MARGIN } else { 0.0 };
+                if forecast.stored + margin < best_filter.1 {
                     best_filter = (*filter, forecast.stored);
                 }
-                if !matches!(settings.level, Level::Zstd(_)) {
-                    consider(coding, forecast);
-                }
-            }
-        }
-        let exact = effort == Effort::MOST;
-        if exact {
-            // Only trials can be compared with trials.
-            let (coding, _) = consider(Coding::Raw, raw);
-            if coding != Coding::Raw {
-                let forecast = self.try_out(coding, settings.plane_coder, chunk, out, true);
-                best = (Coding::Raw, raw);
-                if let Some(forecast) = forecast && forecast.stored <= WORTH_IT {
+                let priced_in = Forecast {
+                    stored: forecast.stored + margin,
+                    ..forecast
+                };
+                if !matches!(settings.level, Level::Zstd(_)) && is_better(priced_in, best.1, effort)
+                {
                     best = (coding, forecast);
                 }
             }
         }
-        for level in settings.levels() {
-            let plain = Coding::Zstd { level: *level };
-            let filtered = Coding::FilteredZstd {
-                filter: best_filter.0,
-                level: *level,
+        let exact = effort == Effort::MOST;
+        if exact && best.0 != Coding::Raw {
+            // Only trials can be compared with trials.
+            let forecast = self.try_out(best.0, settings.plane_coder, chunk, out, exact);
+            best = match forecast {
+                Some(forecast) if is_better(forecast, raw, effort) => (best.0, forecast),
+                _ => (Coding::Raw, raw),
             };
+        }
+        for level in settings.levels() {
             let slower = if *level > 1 { LEVEL_3_COST } else { 0.0 };
+            let plain = Coding::Zstd { level: *level };
             let least_plain = Forecast {
                 cpu: RAW_COST + REPETITION_COST_MIN + slower,
                 stored: 0.0,
+            };
+            let filtered = Coding::FilteredZstd {
+                filter: best_filter.0,
+                level: *level,
             };
             let least_filtered = Forecast {
                 cpu: best.1.cpu + REPETITION_COST_MIN + slower,
                 stored: best.1.stored * (1.0 - FILTERED_GAIN_MAX),
             };
             for (coding, least) in [(plain, least_plain), (filtered, least_filtered)] {
-                let is_filtered = matches!(coding, Coding::FilteredZstd { .. });
-                if is_filtered && coding.filter() == Filter::None || least.price(effort) >= best.1.price(effort) {
+                let is_twice_the_same = coding != plain && coding.filter() == Filter::None;
+                if is_twice_the_same || least.price(effort) >= best.1.price(effort) {
                     continue;
                 }
-                if let Some(forecast) = self.try_out(coding, settings.plane_coder, chunk, out, exact)
-                    && forecast.stored <= WORTH_IT
-                    && forecast.price(effort) < best.1.price(effort)
+                if let Some(forecast) =
+                    self.try_out(coding, settings.plane_coder, chunk, out, exact)
+                    && is_better(forecast, best.1, effort)
                 {
                     best = (coding, forecast);
                 }
@@ -566,9 +574,8 @@ impl Tools {
         let taken = thread_cpu_time().saturating_sub(started).as_secs_f32();
         let filled = 1.0 - self.sample.zero_share();
         let per_gb = taken / (tried as f32 / 1e9);
-        let factor = coding.way().map_or(1.0, |way| self.rates.factor(way));
         Some(Forecast {
-            cpu: factor * (RAW_COST + per_gb * filled),
+            cpu: self.rates.factor(coding.way()) * (RAW_COST + per_gb * filled),
             stored: stored as f32 / tried as f32 * filled,
         })
     }
