@@ -9,7 +9,7 @@
 #[cfg(target_arch = "x86_64")]
 use super::avx2;
 use super::code::Code;
-use super::{SYMBOLS_MAX, quarters};
+use super::{JUMP_TABLE_LEN, SYMBOLS_MAX, quarters};
 
 /// Positions in a slot: a power of two over the longest bit string (11 bits for each of 32 Ki symbols), so that a position needs no check but a mask.
 const SLOT_LEN: usize = 1 << 16;
@@ -17,8 +17,6 @@ const SLOT_LEN: usize = 1 << 16;
 const WORD_LEN: usize = 8;
 /// Slots are this far apart: equal positions in two of them do not fall into the same set of the cache.
 const SLOT_STRIDE: usize = SLOT_LEN + 1088;
-/// Bytes of the jump table: the lengths of all bit strings but the last.
-const JUMP_TABLE_LEN: usize = 6;
 /// Fewest symbols of a block: under that, four bit strings do not pay.
 const SYMBOLS_MIN: usize = 256;
 
