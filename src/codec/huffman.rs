@@ -12,10 +12,12 @@
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 mod code;
+pub mod decode;
 pub mod encode;
 mod header;
 
 pub use code::Code;
+pub use decode::Table;
 pub use encode::Coder;
 
 /// Longest code, in bits, that the format allows for literals.
@@ -23,6 +25,9 @@ const CODE_BITS_MAX: u8 = 11;
 
 /// Most symbols of one block.
 const SYMBOLS_MAX: usize = 128 << 10;
+
+/// Bytes of the jump table: the lengths of all bit strings but the last, two each.
+const JUMP_TABLE_LEN: usize = 6;
 
 /// The four parts of a block that become one bit string each: a quarter each, rounded up; the last is what is left.
 fn quarters(symbols: &[u8]) -> [&[u8]; 4] {

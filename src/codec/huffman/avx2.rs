@@ -14,90 +14,149 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::code::Code;
-use super::encode::{RECORDS_MAX, RecordString, Records, Slot, append};
+use super::encode::{RecordString, Records, Slot};
 
 /// Symbols that one step takes.
 const STEP: usize = 64;
-/// Symbols of one bit string whose records are made before any is appended: at most a record for every four.
-const BATCH: usize = RECORDS_MAX * 4;
+/// Records of a step: of 16 symbols each where most fit, or of 8.
+const SPARSE: usize = 4;
+const DENSE: usize = 8;
+/// Most bits of a record.
+const RECORD_BITS_MAX: i32 = 56;
 /// Most tables of 16 symbols that are still faster than the scalar kernel.
-const TABLES_MAX: usize = 4;
+const TABLES_MAX: usize = 8;
 
-/// Tables that hold every symbol of the code; entry 0 is symbol 0's, then come those from the lowest used one up.
-fn table_count(code: &Code) -> usize {
-    let [first, last] = code.span;
-    (usize::from(last - first) + 2).div_ceil(16)
+/// Where tables of 16 entries each lie over the symbols with a code. Positions: symbol 0 is at 0, the lowest other symbol with a code at 1, and so on upwards.
+struct Windows {
+    /// How far symbols but 0 are moved down.
+    below: u8,
+    starts: [u8; TABLES_MAX],
+    count: usize,
 }
 
-/// Whether this kernel can encode with `code`.
-pub(super) fn suits(code: &Code) -> bool {
-    code.fits_bytes && code.span[0] > 0 && table_count(code) <= TABLES_MAX
-}
-
-/// Encodes four quarters into four slots; None when a symbol has no code.
-#[target_feature(enable = "avx2,bmi1,bmi2")]
-pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4], records: &mut [Records; 2]) -> Option<[usize; 4]> {
-    match table_count(code) {
-        1 | 2 => encode_with::<2>(code, quarters, slots, records),
-        3 => encode_with::<3>(code, quarters, slots, records),
-        _ => encode_with::<TABLES_MAX>(code, quarters, slots, records),
+impl Windows {
+    /// None when more tables are needed than pay.
+    fn of(code: &Code) -> Option<Self> {
+        let with_code = |&(_, &length): &(u8, &u8)| length > 0;
+        let mut above = (1..=u8::MAX).zip(&code.lengths[1..]).filter(with_code);
+        let below = above.next()?.0 - 1;
+        let mut windows = Self { below, starts: [0; TABLES_MAX], count: 1 };
+        let mut start = 0;
+        for (symbol, _) in above {
+            let position = symbol - below;
+            if position - start >= 16 {
+                *windows.starts.get_mut(windows.count)? = position;
+                start = position;
+                windows.count += 1;
+            }
+        }
+        Some(windows)
     }
 }
 
+/// Whether this many symbols together fit a record unless they are longer than the mean by more than so many standard deviations.
+fn are_narrow(code: &Code, symbols: f64, deviations: f64) -> bool {
+    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt() < f64::from(RECORD_BITS_MAX)
+}
+
+/// Encodes four quarters into four slots; None when a symbol has no code. The outer None: this kernel does not suit the code.
 #[target_feature(enable = "avx2,bmi1,bmi2")]
-fn encode_with<const TABLES: usize>(
+pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<Option<[usize; 4]>> {
+    if !code.fits_bytes || !are_narrow(code, 8.0, 3.5) {
+        return None;
+    }
+    let windows = Windows::of(code)?;
+    let is_dense = !are_narrow(code, 16.0, 2.4);
+    let encode = match (windows.count, is_dense) {
+        (1 | 2, false) => encode_with::<2, SPARSE>,
+        (3, false) => encode_with::<3, SPARSE>,
+        (4, false) => encode_with::<4, SPARSE>,
+        (5 | 6, false) => encode_with::<6, SPARSE>,
+        (_, false) => encode_with::<TABLES_MAX, SPARSE>,
+        (1 | 2, true) => encode_with::<2, DENSE>,
+        (3, true) => encode_with::<3, DENSE>,
+        (4, true) => encode_with::<4, DENSE>,
+        (5 | 6, true) => encode_with::<6, DENSE>,
+        (_, true) => encode_with::<TABLES_MAX, DENSE>,
+    };
+    // SAFETY: this function has the same features.
+    Some(unsafe { encode(&windows, code, quarters, slots) })
+}
+
+#[target_feature(enable = "avx2,bmi1,bmi2")]
+fn encode_with<const TABLES: usize, const RECORDS: usize>(
+    windows: &Windows,
     code: &Code,
     quarters: [&[u8]; 4],
     slots: &mut [&mut Slot; 4],
-    records: &mut [Records; 2],
 ) -> Option<[usize; 4]> {
-    let tables = Tables::<TABLES>::of(code);
+    let tables = Tables::<TABLES>::of(windows, code);
     let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] = pair(&tables, code, [quarters[0], quarters[1]], slot0, slot1, records)?;
-    let [len2, len3] = pair(&tables, code, [quarters[2], quarters[3]], slot2, slot3, records)?;
+    let [len0, len1] = pair::<TABLES, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
+    let [len2, len3] = pair::<TABLES, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
     Some([len0, len1, len2, len3])
 }
 
 /// Encodes two quarters, taking turns.
 #[target_feature(enable = "avx2,bmi1,bmi2")]
-fn pair<const TABLES: usize>(
+fn pair<const TABLES: usize, const RECORDS: usize>(
     tables: &Tables<TABLES>,
     code: &Code,
     symbols: [&[u8]; 2],
     slot0: &mut Slot,
     slot1: &mut Slot,
-    records: &mut [Records; 2],
 ) -> Option<[usize; 2]> {
-    let mut strings = [RecordString::EMPTY; 2];
     let steps = symbols[0].len().min(symbols[1].len()) / STEP;
     let [(rest0, whole0), (rest1, whole1)] = symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
     let (steps0, steps1) = (whole0.as_chunks::<STEP>().0, whole1.as_chunks::<STEP>().0);
-    for (batch0, batch1) in steps0.rchunks(BATCH / STEP).zip(steps1.rchunks(BATCH / STEP)) {
-        let [records0, records1] = records;
-        let complete0 = tables.records(batch0, records0);
-        let complete1 = tables.records(batch1, records1);
-        if !(complete0 && complete1) {
-            return None;
+    let mut seen = Seen::nothing();
+    // Records are appended one step later than they are made, so that the CPU can do both at a time.
+    let [mut records0, mut records1] = [Records::EMPTY; 2];
+    let [mut string0, mut string1] = [RecordString::EMPTY; 2];
+    for (step0, step1) in steps0.iter().zip(steps1).rev() {
+        let joined = tables.step(step0, &mut seen);
+        string0.append_all::<RECORDS>(&records0, slot0);
+        if !joined.hold::<RECORDS>(&mut records0) {
+            tables.hold_wide(step0, &mut records0);
         }
-        append_pair(records, &mut strings, slot0, slot1);
+        let joined = tables.step(step1, &mut seen);
+        string1.append_all::<RECORDS>(&records1, slot1);
+        if !joined.hold::<RECORDS>(&mut records1) {
+            tables.hold_wide(step1, &mut records1);
+        }
     }
-    let [string0, string1] = strings.map(|string| string.into_bit_string(steps * STEP));
+    string0.append_all::<RECORDS>(&records0, slot0);
+    string1.append_all::<RECORDS>(&records1, slot1);
+    if !tables.have(&seen) {
+        return None;
+    }
+    let [string0, string1] = [string0, string1].map(|string| string.into_bit_string(steps * STEP));
     Some([
         string0.end_with(code, symbols[0].len(), rest0, slot0)?,
         string1.end_with(code, symbols[1].len(), rest1, slot1)?,
     ])
 }
 
-/// On its own, so that the loop has all registers.
-#[inline(never)]
-#[target_feature(enable = "bmi1,bmi2")]
-fn append_pair(records: &[Records; 2], strings: &mut [RecordString; 2], slot0: &mut Slot, slot1: &mut Slot) {
-    append(records, strings, slot0, slot1);
+/// What tells whether all symbols had a code.
+struct Seen {
+    /// Least length.
+    length: __m256i,
+    /// Least symbol but 0, less one.
+    symbol: __m256i,
+}
+
+impl Seen {
+    #[target_feature(enable = "avx2")]
+    fn nothing() -> Self {
+        let most = _mm256_set1_epi8(-1);
+        Self { length: most, symbol: most }
+    }
 }
 
 struct Tables<const TABLES: usize> {
-    /// One less than the lowest symbol.
     below: __m256i,
+    /// Positions of the tables' first entries; those of tables that are not needed are all 0, like their entries.
+    starts: [__m256i; TABLES],
     codes: [__m256i; TABLES],
     lengths: [__m256i; TABLES],
 }
@@ -114,19 +173,22 @@ struct Looked {
 
 impl<const TABLES: usize> Tables<TABLES> {
     #[target_feature(enable = "avx2")]
-    fn of(code: &Code) -> Self {
-        let first = usize::from(code.span[0]);
+    fn of(windows: &Windows, code: &Code) -> Self {
         let mut codes = [[0u8; 16]; TABLES];
         let mut lengths = [[0u8; 16]; TABLES];
-        (codes[0][0], lengths[0][0]) = ((code.codes[0] & 0xff) as u8, code.lengths[0]);
-        let slots = codes.as_flattened_mut().iter_mut().zip(lengths.as_flattened_mut()).skip(1);
-        for ((slot_code, slot_length), (&code, &length)) in slots.zip(code.codes[first..].iter().zip(&code.lengths[first..])) {
-            (*slot_code, *slot_length) = ((code & 0xff) as u8, length);
+        let mut starts = [0u8; TABLES];
+        for (table, &start) in windows.starts.iter().enumerate().take(windows.count) {
+            starts[table] = start;
+            for (entry, position) in (start..=u8::MAX - windows.below).take(16).enumerate() {
+                let symbol = usize::from(if position == 0 { 0 } else { position + windows.below });
+                (codes[table][entry], lengths[table][entry]) = ((code.codes[symbol] & 0xff) as u8, code.lengths[symbol]);
+            }
         }
         // SAFETY: an array of 16 bytes is 128 readable bits.
         let load = |table: [u8; 16]| _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
         Self {
-            below: _mm256_set1_epi8((code.span[0] - 1) as i8),
+            below: _mm256_set1_epi8(windows.below.cast_signed()),
+            starts: starts.map(|start| _mm256_set1_epi8(start.cast_signed())),
             codes: codes.map(load),
             lengths: lengths.map(load),
         }
@@ -135,13 +197,13 @@ impl<const TABLES: usize> Tables<TABLES> {
     #[inline]
     #[target_feature(enable = "avx2")]
     fn look(&self, symbols: __m256i) -> Looked {
-        let index = _mm256_subs_epu8(symbols, self.below);
+        let position = _mm256_subs_epu8(symbols, self.below);
         let mut codes = _mm256_setzero_si256();
         let mut lengths = _mm256_setzero_si256();
         for table in 0..TABLES {
-            // 16 * table .. 16 * table + 15 becomes 0x70..0x7f; everything else has the highest bit set, which gives 0.
-            let index = _mm256_sub_epi8(index, _mm256_set1_epi8(16 * table as i8));
-            let index = _mm256_adds_epu8(index, _mm256_set1_epi8(0x70));
+            // The table's 16 positions become 0x70..0x7f; everything else has the highest bit set, which gives 0.
+            let offset = if table == 0 { position } else { _mm256_sub_epi8(position, self.starts[table]) };
+            let index = _mm256_adds_epu8(offset, _mm256_set1_epi8(0x70));
             codes = _mm256_or_si256(codes, _mm256_shuffle_epi8(self.codes[table], index));
             lengths = _mm256_or_si256(lengths, _mm256_shuffle_epi8(self.lengths[table], index));
         }
@@ -157,67 +219,98 @@ impl<const TABLES: usize> Tables<TABLES> {
         }
     }
 
-    /// The wide way for one step: records of four symbols each, put in front of `start`. Seldom taken, so it looks up again what its caller has in registers.
-    #[cold]
-    #[inline(never)]
-    #[target_feature(enable = "avx2")]
-    fn put_fours(&self, step: &[u8; STEP], records: &mut Records, mut start: usize) -> usize {
-        for half in step.as_chunks::<32>().0.iter().rev() {
-            // SAFETY: half a step is 32 readable bytes.
-            let looked = self.look(unsafe { _mm256_loadu_si256(half.as_ptr().cast()) });
-            for (codes, lengths) in looked.fours().into_iter().rev() {
-                start -= 4;
-                put(records, start, codes, lengths);
-            }
-        }
-        start
-    }
-
-    /// Makes records of `steps`; false when a symbol has no code.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn records(&self, steps: &[[u8; STEP]], records: &mut Records) -> bool {
-        let mut least = _mm256_set1_epi8(-1);
-        let mut lowest = least;
-        let mut start = RECORDS_MAX;
-        for step in steps.iter().rev() {
-            let (low, high) = step.split_at(32);
-            // SAFETY: each half of a step is 32 readable bytes.
-            let (low, high) = unsafe { (_mm256_loadu_si256(low.as_ptr().cast()), _mm256_loadu_si256(high.as_ptr().cast())) };
-            let (x, y) = (self.look(low), self.look(high));
-            least = _mm256_min_epu8(least, _mm256_min_epu8(x.lengths, y.lengths));
-            // 0 becomes the highest.
-            let one = _mm256_set1_epi8(1);
-            lowest = _mm256_min_epu8(lowest, _mm256_min_epu8(_mm256_sub_epi8(low, one), _mm256_sub_epi8(high, one)));
-            let ((x_codes, x_lengths), (y_codes, y_lengths)) = (x.eights(), y.eights());
-            let later_lengths = _mm256_unpackhi_epi64(x_lengths, y_lengths);
-            let lengths = _mm256_add_epi64(_mm256_unpacklo_epi64(x_lengths, y_lengths), later_lengths);
-            let codes = _mm256_or_si256(
-                shift_left_64(_mm256_unpacklo_epi64(x_codes, y_codes), later_lengths),
-                _mm256_unpackhi_epi64(x_codes, y_codes),
-            );
-            let wide_pairs = _mm256_cmpgt_epi16(_mm256_max_epi16(x.pair_lengths, y.pair_lengths), _mm256_set1_epi16(16));
-            let wide = _mm256_or_si256(wide_pairs, _mm256_cmpgt_epi32(lengths, _mm256_set1_epi32(56)));
-            if _mm256_testz_si256(wide, wide) != 0 {
-                start -= 4;
-                put(records, start, _mm256_permute4x64_epi64(codes, 0b11_01_10_00), _mm256_permute4x64_epi64(lengths, 0b11_01_10_00));
-                continue;
+    fn step(&self, step: &[u8; STEP], seen: &mut Seen) -> Joined {
+        let (low, high) = step.split_at(32);
+        // SAFETY: each half of a step is 32 readable bytes.
+        let (low, high) = unsafe { (_mm256_loadu_si256(low.as_ptr().cast()), _mm256_loadu_si256(high.as_ptr().cast())) };
+        let one = _mm256_set1_epi8(1);
+        // 0 becomes the highest.
+        seen.symbol = _mm256_min_epu8(seen.symbol, _mm256_min_epu8(_mm256_sub_epi8(low, one), _mm256_sub_epi8(high, one)));
+        let (low, high) = (self.look(low), self.look(high));
+        seen.length = _mm256_min_epu8(seen.length, _mm256_min_epu8(low.lengths, high.lengths));
+        Joined::of(&low, &high)
+    }
+
+    /// Holds a step of which something is too wide for its place: records of four symbols. Seldom wanted, so it looks up again what its caller has in registers.
+    #[inline(never)]
+    #[target_feature(enable = "avx2")]
+    fn hold_wide(&self, step: &[u8; STEP], records: &mut Records) {
+        for (half, symbols) in step.as_chunks::<32>().0.iter().enumerate() {
+            // SAFETY: half a step is 32 readable bytes.
+            let looked = self.look(unsafe { _mm256_loadu_si256(symbols.as_ptr().cast()) });
+            for (quarter, (codes, lengths)) in looked.fours().into_iter().enumerate() {
+                put(records, 8 * half + 4 * quarter, codes, lengths);
             }
-            let most = _mm256_max_epi32(x_lengths, y_lengths);
-            let wide = _mm256_or_si256(wide_pairs, _mm256_cmpgt_epi32(most, _mm256_set1_epi32(56)));
-            if _mm256_testz_si256(wide, wide) != 0 {
-                start -= 8;
-                put(records, start + 4, y_codes, y_lengths);
-                put(records, start, x_codes, x_lengths);
-                continue;
-            }
-            start = self.put_fours(step, records, start);
         }
-        records.start = start;
+        records.count = 16;
+    }
+
+    /// Whether all symbols that were seen have a code.
+    #[target_feature(enable = "avx2")]
+    fn have(&self, seen: &Seen) -> bool {
         // Symbols between 0 and the lowest one share the index of 0, so they are found by themselves.
-        let apart = _mm256_cmpeq_epi8(_mm256_max_epu8(lowest, self.below), lowest);
-        let without = _mm256_cmpeq_epi8(_mm256_min_epu8(least, apart), _mm256_setzero_si256());
+        let in_span = _mm256_cmpeq_epi8(_mm256_max_epu8(seen.symbol, self.below), seen.symbol);
+        let without = _mm256_cmpeq_epi8(_mm256_min_epu8(seen.length, in_span), _mm256_setzero_si256());
         _mm256_testz_si256(without, without) != 0
+    }
+}
+
+/// A step's codes and lengths of eight symbols each, first half and second half.
+struct Joined {
+    codes: [__m256i; 2],
+    lengths: [__m256i; 2],
+    /// Set where a pair of symbols is too wide for the above to be right.
+    wide_pairs: __m256i,
+}
+
+impl Joined {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn of(low: &Looked, high: &Looked) -> Self {
+        let pair_lengths = _mm256_max_epi16(low.pair_lengths, high.pair_lengths);
+        let zero = _mm256_setzero_si256();
+        Self {
+            codes: [low.eights(), high.eights()],
+            lengths: [_mm256_sad_epu8(low.lengths, zero), _mm256_sad_epu8(high.lengths, zero)],
+            wide_pairs: _mm256_cmpgt_epi16(pair_lengths, _mm256_set1_epi16(16)),
+        }
+    }
+
+    /// Holds the step as `RECORDS` records, or as more; false when something is too wide.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn hold<const RECORDS: usize>(&self, records: &mut Records) -> bool {
+        let limit = _mm256_set1_epi32(RECORD_BITS_MAX);
+        let [low, high] = self.codes;
+        let [low_lengths, high_lengths] = self.lengths;
+        if RECORDS == SPARSE {
+            let later_lengths = _mm256_unpackhi_epi64(low_lengths, high_lengths);
+            let lengths = _mm256_add_epi64(_mm256_unpacklo_epi64(low_lengths, high_lengths), later_lengths);
+            if self.fits(_mm256_cmpgt_epi32(lengths, limit)) {
+                let earlier = shift_left_64(_mm256_unpacklo_epi64(low, high), later_lengths);
+                let codes = _mm256_or_si256(earlier, _mm256_unpackhi_epi64(low, high));
+                // Halves are interleaved by now.
+                put(records, 0, _mm256_permute4x64_epi64(codes, 0b11_01_10_00), _mm256_permute4x64_epi64(lengths, 0b11_01_10_00));
+                records.count = SPARSE;
+                return true;
+            }
+        }
+        let fits = self.fits(_mm256_cmpgt_epi32(_mm256_max_epi32(low_lengths, high_lengths), limit));
+        if fits {
+            put(records, 0, low, low_lengths);
+            put(records, 4, high, high_lengths);
+            records.count = DENSE;
+        }
+        fits
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn fits(&self, wide: __m256i) -> bool {
+        let wide = _mm256_or_si256(wide, self.wide_pairs);
+        _mm256_testz_si256(wide, wide) != 0
     }
 }
 
@@ -257,10 +350,10 @@ fn shift_left_64(lanes: __m256i, counts: __m256i) -> __m256i {
 }
 
 impl Looked {
-    /// Codes and lengths of eight symbols each, if no pair takes more than 16 bits.
+    /// Codes of eight symbols each, if no pair takes more than 16 bits.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn eights(&self) -> (__m256i, __m256i) {
+    fn eights(&self) -> __m256i {
         let earlier = _mm256_and_si256(self.codes, _mm256_set1_epi16(0xff));
         let pairs = _mm256_or_si256(_mm256_mullo_epi16(earlier, self.powers), _mm256_srli_epi16(self.codes, 8));
         let earlier = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff));
@@ -270,11 +363,10 @@ impl Looked {
         );
         let four_lengths = _mm256_madd_epi16(self.pair_lengths, _mm256_set1_epi16(1));
         let earlier = _mm256_and_si256(fours, _mm256_set1_epi64x(0xffff_ffff));
-        let eights = _mm256_or_si256(
+        _mm256_or_si256(
             shift_left_64(earlier, _mm256_srli_epi64(four_lengths, 32)),
             _mm256_srli_epi64(fours, 32),
-        );
-        (eights, _mm256_sad_epu8(self.lengths, _mm256_setzero_si256()))
+        )
     }
 
     /// Codes and lengths of four symbols each, first half and second half, whatever their lengths.

@@ -15,12 +15,11 @@ pub struct Code {
     pub(super) codes: [u16; 256],
     /// Per symbol what a scalar kernel adds to its accumulator: see [`super::encode`]. 0 for a symbol without a code.
     pub(super) entries: [u64; 256],
-    /// Lowest and highest symbol with a code, symbol 0 aside. Both 0 when there is no other.
-    pub(super) span: [u8; 2],
     /// Whether every code is a number below 256, however long: so it is unless rare symbols take up much of the code.
     pub(super) fits_bytes: bool,
-    /// Mean length over the histogram, in 1/16 bit.
-    pub(super) mean_bits_x16: u64,
+    /// Mean of a symbol's length over the histogram, and the variance.
+    pub(super) mean_bits: f64,
+    pub(super) variance: f64,
     header: Header,
 }
 
@@ -54,23 +53,26 @@ impl Code {
         let depth_counts = limit(&depths(keys));
         let mut lengths = [0; 256];
         let mut rarest_first = keys.iter();
-        let (mut bits, mut total) = (0, 0);
+        let (mut total, mut bits, mut squares) = (0.0, 0.0, 0.0);
         for (length, &count) in (0..=CODE_BITS_MAX).zip(&depth_counts).rev() {
             for &key in rarest_first.by_ref().take(count.into()) {
                 lengths[(key & 0xff) as usize] = length;
-                bits += (key >> 8) * u64::from(length);
-                total += key >> 8;
+                let (count, length) = ((key >> 8) as f64, f64::from(length));
+                total += count;
+                bits += count * length;
+                squares += count * length * length;
             }
         }
         let header = header::of(&lengths)?;
+        let mean_bits: f64 = bits / total;
         let codes = canonical(&lengths, &depth_counts);
         Some(Self {
             entries: encode::entries(&codes, &lengths),
             fits_bytes: codes.iter().all(|&code| code < 256),
             codes,
-            span: span(&lengths),
             lengths,
-            mean_bits_x16: bits * 16 / total,
+            mean_bits,
+            variance: squares / total - mean_bits * mean_bits,
             header,
         })
     }
@@ -146,13 +148,6 @@ fn limit(clamped: &DepthCounts) -> DepthCounts {
         counts[deepest] -= 1;
     }
     counts
-}
-
-fn span(lengths: &[u8; 256]) -> [u8; 2] {
-    let mut with_code = (1..=u8::MAX).zip(&lengths[1..]).filter(|&(_, &length)| length > 0);
-    let first = with_code.next().map_or(0, |(symbol, _)| symbol);
-    let last = with_code.next_back().map_or(first, |(symbol, _)| symbol);
-    [first, last]
 }
 
 /// The codes that a decoder infers: longest first from 0 up, in symbol order where lengths are equal.

@@ -9,7 +9,7 @@
 #[cfg(target_arch = "x86_64")]
 use super::avx2;
 use super::code::Code;
-use super::{SYMBOLS_MAX, quarters};
+use super::{JUMP_TABLE_LEN, SYMBOLS_MAX, quarters};
 
 /// Positions in a slot: a power of two over the longest bit string (11 bits for each of 32 Ki symbols), so that a position needs no check but a mask.
 const SLOT_LEN: usize = 1 << 16;
@@ -17,8 +17,6 @@ const SLOT_LEN: usize = 1 << 16;
 const WORD_LEN: usize = 8;
 /// Slots are this far apart: equal positions in two of them do not fall into the same set of the cache.
 const SLOT_STRIDE: usize = SLOT_LEN + 1088;
-/// Bytes of the jump table: the lengths of all bit strings but the last.
-const JUMP_TABLE_LEN: usize = 6;
 /// Fewest symbols of a block: under that, four bit strings do not pay.
 const SYMBOLS_MIN: usize = 256;
 
@@ -28,7 +26,6 @@ pub(super) type Slot = [u8; SLOT_LEN + WORD_LEN];
 /// Memory of an encoder of blocks: one per thread, used again and again.
 pub struct Coder {
     slots: Box<[u8]>,
-    records: Box<[Records; 2]>,
     kernel: Kernel,
 }
 
@@ -83,7 +80,6 @@ impl Coder {
     pub fn with_kernel(kernel: Kernel) -> Self {
         Self {
             slots: vec![0; 4 * SLOT_STRIDE].into(),
-            records: Box::new([Records::EMPTY; 2]),
             kernel,
         }
     }
@@ -112,13 +108,12 @@ impl Coder {
             // SAFETY: the kernel was chosen because the CPU has these features.
             Kernel::Bmi2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 if avx2::suits(code) => {
+            Kernel::Avx2 => {
                 // SAFETY: the kernel was chosen because the CPU has these features.
-                unsafe { avx2::encode(code, quarters, &mut slots, &mut self.records) }
+                let encoded = unsafe { avx2::encode(code, quarters, &mut slots) };
+                // SAFETY: as above.
+                encoded.unwrap_or_else(|| unsafe { scalar_bmi2(code, quarters, &mut slots) })
             }
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above; the features of the Avx2 kernel are these and more.
-            Kernel::Avx2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
         }?;
 
         let (jump_table, mut rest) = out.split_at_mut_checked(JUMP_TABLE_LEN)?;
@@ -249,23 +244,23 @@ fn scalar_pair(code: &Code, symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut S
     ])
 }
 
-/// Most records that a vector kernel makes before they are appended.
-pub(super) const RECORDS_MAX: usize = 256;
+/// Most records of one step.
+pub(super) const RECORDS_MAX: usize = 16;
 
-/// Codes of several symbols each, strung together: what vector kernels make of symbols. Filled from the end, because bit strings are written from the end.
+/// Codes of several symbols each, strung together: what vector kernels make of one step's symbols, in their order.
+#[repr(align(64))]
 pub(super) struct Records {
     pub(super) codes: [u64; RECORDS_MAX],
     /// At most 56 bits each, so that 7 pending bits and a record fit a word.
     pub(super) lengths: [u64; RECORDS_MAX],
-    /// Where the first one is.
-    pub(super) start: usize,
+    pub(super) count: usize,
 }
 
 impl Records {
     pub(super) const EMPTY: Self = Self {
         codes: [0; RECORDS_MAX],
         lengths: [0; RECORDS_MAX],
-        start: RECORDS_MAX,
+        count: 0,
     };
 }
 
@@ -291,6 +286,20 @@ impl RecordString {
         self.pending_bits &= 7;
     }
 
+    /// Appends `records`, the last one first; mostly there are `USUAL` of them.
+    #[inline(always)]
+    pub(super) fn append_all<const USUAL: usize>(&mut self, records: &Records, slot: &mut Slot) {
+        if records.count == USUAL {
+            for index in (0..USUAL).rev() {
+                self.append(records.codes[index], records.lengths[index], slot);
+            }
+        } else {
+            for (&code, &length) in records.codes.iter().zip(&records.lengths).take(records.count).rev() {
+                self.append(code, length, slot);
+            }
+        }
+    }
+
     /// The same bit string for the scalar kernel, which counts on from `count` symbols.
     pub(super) fn into_bit_string(self, count: usize) -> BitString {
         let pending = if self.pending_bits == 0 { 0 } else { self.pending << (64 - self.pending_bits) };
@@ -298,27 +307,3 @@ impl RecordString {
     }
 }
 
-/// Appends the records of two bit strings, taking turns.
-#[inline(always)]
-pub(super) fn append(records: &[Records; 2], strings: &mut [RecordString; 2], slot0: &mut Slot, slot1: &mut Slot) {
-    let [records0, records1] = records;
-    let [mut string0, mut string1] = *strings;
-    let both = records0.start.max(records1.start);
-    for (((&code0, &length0), &code1), &length1) in records0.codes[both..]
-        .iter()
-        .zip(&records0.lengths[both..])
-        .zip(&records1.codes[both..])
-        .zip(&records1.lengths[both..])
-        .rev()
-    {
-        string0.append(code0, length0, slot0);
-        string1.append(code1, length1, slot1);
-    }
-    for (&code, &length) in records0.codes[records0.start..both].iter().zip(&records0.lengths[records0.start..both]).rev() {
-        string0.append(code, length, slot0);
-    }
-    for (&code, &length) in records1.codes[records1.start..both].iter().zip(&records1.lengths[records1.start..both]).rev() {
-        string1.append(code, length, slot1);
-    }
-    *strings = [string0, string1];
-}
