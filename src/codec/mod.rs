@@ -11,6 +11,7 @@ pub mod planes;
 #[cfg(test)]
 pub(crate) mod sample_data;
 pub mod seek_table;
+pub mod zeros;
 
 pub use checksum::Crc64;
 pub use digest::Digest;
