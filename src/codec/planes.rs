@@ -104,5 +104,18 @@ pub fn join(filter: Filter, planes: &[&[u8]; 4], raw: &mut [u8]) {
     Kernel::fastest_join(filter).join(filter, planes, raw);
 }
 
+/// Copies bytes from one buffer to another of the same length. `memcpy` may use `rep movsb` from about 2 KiB on, which on AMD's Zen 3 runs at 2 instead of 40
+/// GB/s when the destination lies up to 31 bytes behind the source, counted within a page: just where a frame's header puts the content of a page-aligned chunk.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn copy(from: &[u8], to: &mut [u8]) {
+    const PIECE_LEN: usize = 512;
+    assert_eq!(from.len(), to.len(), "bytes to copy, and room for them");
+    for (from, to) in from.chunks(PIECE_LEN).zip(to.chunks_mut(PIECE_LEN)) {
+        to.copy_from_slice(from);
+    }
+}
+
 #[cfg(test)]
 mod tests;

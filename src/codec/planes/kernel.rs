@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 #[cfg(target_arch = "aarch64")]
 use super::neon;
-use super::{Filter, portable};
+use super::{Filter, copy, portable};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
 
@@ -128,7 +128,7 @@ impl Kernel {
         let raw = &raw[..len * width];
         let [p0, p1, p2, p3] = planes;
         match filter {
-            Filter::None => p0.copy_from_slice(raw),
+            Filter::None => copy(raw, p0),
             Filter::Planes2 => self.split2::<false>(raw, [p0, p1]),
             Filter::Planes2Rotated => self.split2::<true>(raw, [p0, p1]),
             Filter::Planes4 => self.split4::<false>(raw, [p0, p1, p2, p3]),
@@ -154,7 +154,7 @@ impl Kernel {
         let raw = &mut raw[..len * width];
         let [p0, p1, ..] = *planes;
         match filter {
-            Filter::None => raw.copy_from_slice(p0),
+            Filter::None => copy(p0, raw),
             Filter::Planes2 => self.join2::<false>([p0, p1], raw),
             Filter::Planes2Rotated => self.join2::<true>([p0, p1], raw),
             Filter::Planes4 => self.join4::<false>(*planes, raw),

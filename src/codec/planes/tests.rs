@@ -2,13 +2,6 @@ use proptest::prelude::*;
 
 use super::*;
 
-const FILTERS: [Filter; 4] = [
-    Filter::Planes2,
-    Filter::Planes2Rotated,
-    Filter::Planes4,
-    Filter::Planes4Rotated,
-];
-
 /// What stands around every buffer, and must stay.
 const GUARD: u8 = 0xA5;
 const GUARD_LEN: usize = 96;
@@ -133,7 +126,7 @@ fn every_kernel_of_this_cpu_does_what_the_definition_says() {
     println!("planes: compared {ran:?}; skipped, as this CPU lacks them: {missing:?}");
     assert_eq!(ran.last(), Some(&Kernel::PORTABLE));
     for kernel in ran {
-        for filter in FILTERS {
+        for filter in Filter::ALL {
             // All lengths around whole groups of every kernel, and all alignments.
             for len in (0..=600).step_by(if cfg!(miri) { 101 } else { 1 }) {
                 let shift = len % 64;
@@ -151,7 +144,7 @@ proptest! {
     fn every_kernel_agrees_on_any_bytes(
         raw in prop::collection::vec(any::<u8>(), 0..5000),
         shifts in prop::array::uniform5(0usize..64),
-        filter in prop::sample::select(FILTERS.as_slice()),
+        filter in prop::sample::select(Filter::ALL.as_slice()),
     ) {
         for kernel in Kernel::available() {
             assert_both_ways(kernel, filter, &raw, shifts);
