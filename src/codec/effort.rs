@@ -42,13 +42,13 @@ impl Forecast {
 }
 
 /// Digest, content checksum and the store's checksum: what a raw frame costs, in CPU seconds per GB.
-pub(super) const RAW_COST: f32 = 0.13;
-/// The same for a page that is all zero in a chunk that is not.
-pub(super) const ZERO_COST: f32 = 0.05;
+pub(super) const RAW_COST: f32 = 0.17;
+/// A GB of pages that are all zero in chunks that are not.
+pub(super) const ZERO_COST: f32 = 0.1;
 /// Digest and sampling of what is coded.
 pub(super) const CODED_COST: f32 = 0.07;
 /// Content checksum of a frame without a filter.
-pub(super) const CHECKSUM_COST: f32 = 0.06;
+pub(super) const CHECKSUM_COST: f32 = 0.08;
 /// Splitting into planes.
 pub(super) const SPLIT_COST: f32 = 0.07;
 /// A GB of plane that stays as it is.
@@ -71,25 +71,35 @@ pub(super) enum Way {
     Zstd = 3,
 }
 
+const WAY_COUNT: usize = 4;
+
 /// How much longer than forecast each way takes on this processor, beside these neighbours.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rates([f32; 4]);
+pub(super) struct Rates {
+    factors: [f32; WAY_COUNT],
+    /// How often each was measured, up to [`Rates::MEMORY`].
+    counts: [u8; WAY_COUNT],
+}
 
 impl Rates {
-    const NEWEST_SHARE: f32 = 1.0 / 8.0;
+    /// The newest measurement counts one in so many; the first ones count alike.
+    const MEMORY: u8 = 8;
     /// A way that is too dear is not taken, and what is not taken is not measured: its factor follows that of the way that is, so that a bad moment is forgotten within
-    /// some hundred chunks, and a slow machine is slow for all.
+    /// some hundred chunks. One that was never measured has nothing else to go by: a slow machine is slow for all.
     const FOLLOW_SHARE: f32 = 1.0 / 64.0;
     const FACTOR_MIN: f32 = 0.25;
     const FACTOR_MAX: f32 = 4.0;
 
     pub(super) fn new() -> Self {
-        Self([1.0; 4])
+        Self {
+            factors: [1.0; WAY_COUNT],
+            counts: [0; WAY_COUNT],
+        }
     }
 
     /// Measured seconds per forecast second.
     pub(super) fn factor(&self, way: Way) -> f32 {
-        self.0[way as usize]
+        self.factors[way as usize]
     }
 
     /// A chunk was coded this way and took `measured` of `forecast` CPU seconds; the forecast had the factor in it.
@@ -97,11 +107,14 @@ impl Rates {
         let known = self.factor(way);
         let newest = (known * measured / forecast.max(f32::MIN_POSITIVE))
             .clamp(Self::FACTOR_MIN, Self::FACTOR_MAX);
-        let learned = known + (newest - known) * Self::NEWEST_SHARE;
-        for factor in &mut self.0 {
-            *factor += (learned - *factor) * Self::FOLLOW_SHARE;
+        let count = &mut self.counts[way as usize];
+        *count = (*count + 1).min(Self::MEMORY);
+        let learned = known + (newest - known) / f32::from(*count);
+        for (factor, count) in self.factors.iter_mut().zip(&self.counts) {
+            let share = if *count > 0 { Self::FOLLOW_SHARE } else { 1.0 };
+            *factor += (learned - *factor) * share;
         }
-        self.0[way as usize] = learned;
+        self.factors[way as usize] = learned;
     }
 }
 

@@ -1,17 +1,16 @@
 //! What a few bytes of a chunk tell about all of it.
 //!
-//! In: a chunk, of which one byte in 256 is read. Out: how much of it is zero, and how many bits a byte of each plane takes behind each filter. Only a guess, so whoever
+//! In: a chunk, of which a few KiB are read. Out: how much of it is zero, and how many bits a byte of each plane takes behind each filter. Only a guess, so whoever
 //! acts on it must be right for any bytes. Nothing here can fail.
 
 use std::ops::Range;
 
 use super::planes::{self, Filter};
+use super::zeros;
 
-/// Bytes of a chunk that are looked at: enough that an entropy is known within 0.02 bits.
-const SAMPLE_LEN: usize = 16 * 1024;
-/// Two cache lines, which processors fetch together.
-const RUN_LEN: usize = 128;
-const PROBE_COUNT: usize = SAMPLE_LEN / RUN_LEN;
+/// Bytes of a chunk that are looked at: enough that a plane's entropy is known within 0.05 bits.
+const SAMPLE_LEN: usize = 8 * 1024;
+const PROBE_COUNT: usize = SAMPLE_LEN / Sample::RUN_LEN;
 /// Most bytes that are read on from a probe to make up for probes that met zeros.
 const LONG_RUN_LEN: usize = 1024;
 /// Runs start at a multiple of this, so that elements are met whole.
@@ -24,17 +23,22 @@ pub(super) struct Sample {
     len: usize,
     planes: Box<[u8]>,
     zero_share: f32,
+    scattered_share: f32,
     /// Where in the chunk something was, in order.
     hits: Vec<usize>,
 }
 
 impl Sample {
+    /// Two cache lines, which processors fetch together.
+    pub(super) const RUN_LEN: usize = 128;
+
     pub(super) fn new() -> Self {
         Self {
             bytes: vec![0; SAMPLE_LEN].into(),
             len: 0,
             planes: vec![0; SAMPLE_LEN].into(),
             zero_share: 0.0,
+            scattered_share: 0.0,
             hits: Vec::with_capacity(PROBE_COUNT),
         }
     }
@@ -44,6 +48,7 @@ impl Sample {
         self.hits.clear();
         self.len = 0;
         self.zero_share = 0.0;
+        self.scattered_share = 0.0;
         if chunk.len() < 2 * SAMPLE_LEN {
             self.hits.push(0);
             self.put(&chunk[..chunk.len().min(SAMPLE_LEN)]);
@@ -52,10 +57,10 @@ impl Sample {
         let distance = chunk.len() / PROBE_COUNT;
         let mut jitter = Jitter::default();
         for probe in 0..PROBE_COUNT {
-            let start = probe * distance + jitter.below(distance - RUN_LEN + 1);
+            let start = probe * distance + jitter.below(distance - Self::RUN_LEN + 1);
             let start = start / RUN_ALIGN * RUN_ALIGN;
-            let run = &chunk[start..start + RUN_LEN];
-            if run.iter().fold(0, |all, byte| all | byte) != 0 {
+            let run = &chunk[start..start + Self::RUN_LEN];
+            if !zeros::is_zero(run) {
                 self.hits.push(start);
                 self.put(run);
             }
@@ -64,15 +69,23 @@ impl Sample {
         self.zero_share = 1.0 - share(hit_count, PROBE_COUNT);
         // Where little was found there is more to see beside it, without another miss of the cache.
         if hit_count > 0 && hit_count < PROBE_COUNT {
-            let more = ((SAMPLE_LEN - self.len) / hit_count).min(LONG_RUN_LEN);
-            let more = more / RUN_ALIGN * RUN_ALIGN;
+            let more = (SAMPLE_LEN - self.len) / hit_count;
+            let more = more.clamp(Self::RUN_LEN, LONG_RUN_LEN) / Self::RUN_LEN * Self::RUN_LEN;
+            let (mut seen, mut zeros) = (0, 0);
             for hit in 0..hit_count {
-                let start = self.hits[hit] + RUN_LEN;
-                let end = chunk.len().min(start + more) / RUN_ALIGN * RUN_ALIGN;
-                if let Some(run) = chunk.get(start..end) {
-                    self.put(run);
+                let start = self.hits[hit] + Self::RUN_LEN;
+                let beside = &chunk[start..chunk.len().min(start + more)];
+                for run in beside.chunks_exact(Self::RUN_LEN) {
+                    seen += 1;
+                    if zeros::is_zero(run) {
+                        zeros += 1;
+                    } else if self.len + run.len() <= SAMPLE_LEN {
+                        self.put(run);
+                    }
                 }
             }
+            // Whole pages of zeros do not lie beside something more often than elsewhere.
+            self.scattered_share = share(zeros, seen.max(1)).min(self.zero_share);
         }
     }
 
@@ -84,6 +97,11 @@ impl Sample {
     /// Share of the chunk that lies among zeros only.
     pub(super) fn zero_share(&self) -> f32 {
         self.zero_share
+    }
+
+    /// Share of the chunk that lies among zeros only, but in runs too short to be passed over.
+    pub(super) fn scattered_share(&self) -> f32 {
+        self.scattered_share
     }
 
     /// A stretch of the chunk around something: the `index`-th of `count`, at most `len` bytes long, starting at a multiple of 64.

@@ -87,10 +87,11 @@ pub struct Settings {
 /// Levels of zstd that [`Level::Auto`] may choose from. Higher ones take contexts of many MiB for every thread.
 const AUTO_LEVELS: &[i32] = &[1, 3];
 const MAX_RATIO_LEVELS: &[i32] = &[9];
-/// The levels that stand for "Huffman codes only" with libzstd, and the zero share from which the one that finds runs of zeros is better.
+/// The levels that stand for "Huffman codes only" with libzstd; the second finds runs of zeros.
 const LIBZSTD_HUFFMAN_LEVEL: i32 = -1000;
 const LIBZSTD_ZEROS_LEVEL: i32 = -100;
-const LIBZSTD_ZEROS_FROM: f32 = 0.1;
+/// Share of zeros from which a chunk is one among zeros.
+const ZEROS_FROM: f32 = 0.1;
 
 impl Settings {
     /// Bytes of memory that one [`Encoder`] takes at most, its output buffer not counted. Measured with libzstd 1.5.7; a test holds the numbers to the library.
@@ -217,6 +218,13 @@ fn is_better(forecast: Forecast, than: Forecast, effort: Effort) -> bool {
     forecast.stored <= WORTH_IT && forecast.price(effort) < than.price(effort)
 }
 
+/// Bytes of the stretch that do not lie among zeros only, as the sample counts them.
+fn zeros_left_out(stretch: &[u8]) -> usize {
+    let runs = stretch.chunks(Sample::RUN_LEN);
+    let filled = runs.filter(|run| !zeros::is_zero(run));
+    filled.map(<[u8]>::len).sum()
+}
+
 /// A way to code a chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Coding {
@@ -261,6 +269,38 @@ struct Tools {
     filtered: Compressor,
     planes: Box<[u8]>,
     rates: Rates,
+    last: Option<Choice>,
+}
+
+/// What was chosen for a chunk that was looked at closely, for the next ones if they look the same.
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    coding: Coding,
+    forecast: Forecast,
+    effort: Effort,
+    /// The chunk's, behind the filter of the coding.
+    bits: [f32; 4],
+    zero_share: f32,
+    /// For how many more chunks it may serve.
+    left: u32,
+}
+
+impl Choice {
+    /// Of neighbours in memory one in so many is looked at closely: the rest costs a third of the time then.
+    const SERVES: u32 = 7;
+    /// What the sample of like chunks may differ by.
+    const BITS_NEAR: f32 = 0.2;
+    const SHARE_NEAR: f32 = 0.1;
+    const EFFORT_NEAR: f32 = 0.1;
+
+    fn serves(&self, bits: &[f32; 4], zero_share: f32, effort: Effort) -> bool {
+        let near = |a: f32, b: f32, by: f32| a == b || (a - b).abs() <= by;
+        let seconds = effort.seconds_per_gb();
+        self.left > 0
+            && near(self.effort.seconds_per_gb(), seconds, Self::EFFORT_NEAR * seconds)
+            && near(self.zero_share, zero_share, Self::SHARE_NEAR)
+            && self.bits.iter().zip(bits).all(|(a, b)| near(*a, *b, Self::BITS_NEAR))
+    }
 }
 
 impl Encoder {
@@ -426,11 +466,41 @@ impl Tools {
             filtered: compressor()?,
             planes: vec![0; 4 * PLANE_LEN].into(),
             rates: Rates::new(),
+            last: None,
         })
     }
 
-    /// The way with the least price. `out` is scratch.
+    /// The way with the least price, or the one that had it for a chunk just like this. `out` is scratch.
     fn choose(
+        &mut self,
+        settings: &Settings,
+        chunk: &[u8],
+        out: &mut [u8],
+        effort: Effort,
+    ) -> (Coding, Forecast) {
+        self.sample.take(chunk);
+        let zero_share = self.sample.zero_share();
+        if let Some(mut last) = self.last.take() {
+            let bits = self.sample.bits(last.coding.filter());
+            if last.serves(&bits, zero_share, effort) {
+                last.left -= 1;
+                self.last = Some(last);
+                return (last.coding, last.forecast);
+            }
+        }
+        let (coding, forecast) = self.choose_closely(settings, chunk, out, effort);
+        self.last = Some(Choice {
+            coding,
+            forecast,
+            effort,
+            bits: self.sample.bits(coding.filter()),
+            zero_share,
+            left: Choice::SERVES,
+        });
+        (coding, forecast)
+    }
+
+    fn choose_closely(
         &mut self,
         settings: &Settings,
         chunk: &[u8],
@@ -450,7 +520,6 @@ impl Tools {
         if chunk.is_empty() || free.price(effort) >= raw.price(effort) {
             return best;
         }
-        self.sample.take(chunk);
         let looks_random =
             self.sample.bits(Filter::None)[0] > RANDOM_BITS && self.sample.zero_share() == 0.0;
 
@@ -531,19 +600,24 @@ impl Tools {
             _ => SPLIT_COST,
         };
         let mut stored = 0.0;
+        // What of a zero stays, where it has no block of its own.
+        let mut stored_zero = 0.0;
         for bits in &bits[..width] {
-            let (cost, stays) = if *bits > dense_bits {
-                (DENSE_PLANE_COST, 1.0)
+            let (cost, stays, zero_stays) = if *bits > dense_bits {
+                (DENSE_PLANE_COST, 1.0, 0.0)
             } else {
-                (HUFFMAN_PLANE_COST, (bits + LOSS_BITS) / 8.0)
+                (HUFFMAN_PLANE_COST, (bits + LOSS_BITS) / 8.0, 1.0 / 8.0)
             };
             cpu += cost / width as f32;
             stored += stays / width as f32;
+            stored_zero += zero_stays / width as f32;
         }
         let zero_share = self.sample.zero_share();
+        let scattered_share = self.sample.scattered_share();
+        let page_share = zero_share - scattered_share;
         let forecast = Forecast {
-            cpu: factor * (cpu * (1.0 - zero_share) + ZERO_COST * zero_share),
-            stored: stored * (1.0 - zero_share),
+            cpu: factor * (cpu * (1.0 - page_share) + ZERO_COST * page_share),
+            stored: stored * (1.0 - zero_share) + stored_zero * scattered_share,
         };
         (Coding::Huffman { filter, dense_bits }, forecast)
     }
@@ -568,15 +642,16 @@ impl Tools {
         for index in 0..count {
             let stretch = &chunk[self.sample.stretch(chunk.len(), len, index, count)];
             let (written, _) = self.write(coding, plane_coder, stretch, out, |_| ())?;
-            tried += stretch.len();
+            tried += zeros_left_out(stretch);
             stored += written;
         }
         let taken = thread_cpu_time().saturating_sub(started).as_secs_f32();
         let filled = 1.0 - self.sample.zero_share();
-        let per_gb = taken / (tried as f32 / 1e9);
+        let tried = tried.max(1) as f32;
+        let per_gb = taken / (tried / 1e9);
         Some(Forecast {
             cpu: self.rates.factor(coding.way()) * (RAW_COST + per_gb * filled),
-            stored: stored as f32 / tried as f32 * filled,
+            stored: stored as f32 / tried * filled,
         })
     }
 
@@ -634,7 +709,7 @@ impl Tools {
                 }
                 return Some(out.finish());
             }
-            Coding::Huffman { .. } if self.sample.zero_share() > LIBZSTD_ZEROS_FROM => LIBZSTD_ZEROS_LEVEL,
+            Coding::Huffman { .. } if self.sample.zero_share() > ZEROS_FROM => LIBZSTD_ZEROS_LEVEL,
             Coding::Huffman { .. } => LIBZSTD_HUFFMAN_LEVEL,
             Coding::FilteredZstd { level, .. } | Coding::Zstd { level } => level,
         };
