@@ -133,7 +133,12 @@ mod tests {
 
     #[test]
     fn half_the_bytes_for_half_a_second_pay_from_an_effort_of_one_on() {
-        for (effort, pays) in [(0.0, false), (0.9, false), (1.1, true), (f32::INFINITY, true)] {
+        for (effort, pays) in [
+            (0.0, false),
+            (0.9, false),
+            (1.1, true),
+            (f32::INFINITY, true),
+        ] {
             let effort = Effort(effort);
             assert_eq!(HALF.price(effort) < RAW.price(effort), pays, "{effort:?}");
         }
@@ -145,7 +150,7 @@ mod tests {
     #[test]
     fn rates_follow_what_is_measured_and_forget_what_is_not_used() {
         let mut rates = Rates::new();
-        let learn = |rates: &mut Rates, way, times_as_long| {
+        let learn = |rates: &mut Rates, way, times_as_long: f32| {
             for _ in 0..1000 {
                 let forecast = 0.5 * rates.factor(way);
                 rates.learn(way, forecast, 0.5 * times_as_long);

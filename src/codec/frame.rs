@@ -63,10 +63,7 @@ pub const CHUNK_LEN_MIN: u64 = 1 << 20;
 
 /// Most bytes of any frame of a chunk of `raw_len` bytes: that of its raw frame.
 pub const fn frame_bound(raw_len: usize) -> usize {
-    HAND_HEADER_LEN
-        + raw_block_count(raw_len) * BLOCK_HEADER_LEN
-        + raw_len
-        + CONTENT_CHECKSUM_LEN
+    HAND_HEADER_LEN + raw_block_count(raw_len) * BLOCK_HEADER_LEN + raw_len + CONTENT_CHECKSUM_LEN
 }
 
 /// Fewest bytes of any valid frame with a content size: header 6, one block 3; and the checksum 4, which only frames with a filter lack.
@@ -306,10 +303,7 @@ fn check_header(frame: &[u8], filter: Filter, raw_len: u64) -> Result<Header, Fr
     // One segment is its own window; without a filter it is decoded in place, so that it costs no memory.
     let (window_len, max) = match filter {
         Filter::None => (window_len.unwrap_or(0), WINDOW_LEN_MAX),
-        _ => (
-            window_len.unwrap_or(content_size),
-            1 << FILTERED_WINDOW_LOG,
-        ),
+        _ => (window_len.unwrap_or(content_size), 1 << FILTERED_WINDOW_LOG),
     };
     if window_len > max {
         return Err(FrameError::Window {

@@ -21,7 +21,7 @@ pub use checksum::Crc64;
 pub use digest::Digest;
 pub use effort::Effort;
 pub use frame::{
-    Body, Decoder, DecoderError, Encoded, Encoder, EncoderError, FilterChoice, FrameError, FrameKind,
-    Level, PlaneCoder, Settings, frame_bound,
+    Body, Decoder, DecoderError, Encoded, Encoder, EncoderError, FilterChoice, FrameError,
+    FrameKind, Level, PlaneCoder, Settings, frame_bound,
 };
 pub use planes::Filter;

@@ -105,9 +105,18 @@ impl Sample {
     }
 
     /// A stretch of the chunk around something: the `index`-th of `count`, at most `len` bytes long, starting at a multiple of 64.
-    pub(super) fn stretch(&self, chunk_len: usize, len: usize, index: usize, count: usize) -> Range<usize> {
-        let hit = self.hits.get((2 * index + 1) * self.hits.len() / (2 * count));
-        let start = hit.copied().unwrap_or(0).min(chunk_len.saturating_sub(len)) / RUN_ALIGN * RUN_ALIGN;
+    pub(super) fn stretch(
+        &self,
+        chunk_len: usize,
+        len: usize,
+        index: usize,
+        count: usize,
+    ) -> Range<usize> {
+        let hit = self
+            .hits
+            .get((2 * index + 1) * self.hits.len() / (2 * count));
+        let start =
+            hit.copied().unwrap_or(0).min(chunk_len.saturating_sub(len)) / RUN_ALIGN * RUN_ALIGN;
         start..chunk_len.min(start + len)
     }
 
@@ -242,7 +251,10 @@ mod tests {
         let exact = |histogram: &[u32; 256]| -> f64 {
             let total = f64::from(histogram.iter().sum::<u32>());
             let shares = histogram.iter().filter(|count| **count > 0);
-            shares.map(|count| f64::from(*count) / total).map(|p| -p * p.log2()).sum()
+            shares
+                .map(|count| f64::from(*count) / total)
+                .map(|p| -p * p.log2())
+                .sum()
         };
         for bytes in [random(1, 40_000), text(1, 40_000), vec![7; 40_000]] {
             let histogram = histogram(&bytes);
@@ -261,7 +273,11 @@ mod tests {
         assert!((sample_of(&text).bits(Filter::None)[0] - exact).abs() < 0.1);
         // bf16-like: the upper byte takes few values.
         let mut weights = random(2, 4 * MIB);
-        weights.iter_mut().skip(1).step_by(2).for_each(|upper| *upper %= 4);
+        weights
+            .iter_mut()
+            .skip(1)
+            .step_by(2)
+            .for_each(|upper| *upper %= 4);
         let bits = sample_of(&weights).bits(Filter::Planes2);
         assert!(bits[0] > 7.9 && (bits[1] - 2.0).abs() < 0.05, "{bits:?}");
     }
@@ -284,13 +300,23 @@ mod tests {
     #[test]
     fn any_length_is_sampled() {
         let bytes = random(4, 5 * SAMPLE_LEN);
-        for len in (0..300).chain([SAMPLE_LEN - 1, 2 * SAMPLE_LEN - 1, 2 * SAMPLE_LEN, 5 * SAMPLE_LEN - 1]) {
+        for len in (0..300).chain([
+            SAMPLE_LEN - 1,
+            2 * SAMPLE_LEN - 1,
+            2 * SAMPLE_LEN,
+            5 * SAMPLE_LEN - 1,
+        ]) {
             for zeros_from in [0, len / 2, len] {
                 let mut chunk = bytes[..len].to_vec();
                 chunk[zeros_from..].fill(0);
                 let mut sample = sample_of(&chunk);
                 for filter in Filter::ALL {
-                    assert!(sample.bits(filter).iter().all(|bits| (0.0..=8.0).contains(bits)));
+                    assert!(
+                        sample
+                            .bits(filter)
+                            .iter()
+                            .all(|bits| (0.0..=8.0).contains(bits))
+                    );
                 }
                 let stretch = sample.stretch(len, 1000, 1, 2);
                 assert!(stretch.end <= len && stretch.len() <= 1000);

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::PipelineError;
-use crate::codec::{Crc64, Digest, FrameKind};
+use crate::codec::{Crc64, Digest, Filter, FrameKind};
 use crate::driver::{BufferPool, PoolBuf};
 use crate::manifest::FrameTable;
 use crate::store::{PartBody, PartNumber};
@@ -34,6 +34,8 @@ pub(super) struct FrameRecord {
     pub(super) raw_len: u32,
     /// How the frame was made.
     pub(super) kind: FrameKind,
+    /// What was done to the chunk before compression.
+    pub(super) filter: Filter,
     /// Digest of the raw bytes.
     pub(super) digest: Digest,
 }
@@ -125,7 +127,7 @@ impl Packer {
             self.waiting.remove(&(self.table.frame_count() as u64))
         {
             self.table
-                .push(record.stored_len, record.kind, record.digest);
+                .push(record.stored_len, record.kind, record.filter, record.digest);
             self.append(
                 &buffer[..record.stored_len as usize],
                 u64::from(record.raw_len),
@@ -231,6 +233,7 @@ mod tests {
                 stored_len: u32::try_from(frames[index].len()).unwrap(),
                 raw_len: 100,
                 kind: FrameKind::Raw,
+                filter: Filter::None,
                 digest: Digest::of(&frames[index]),
             };
             packer
@@ -288,6 +291,7 @@ mod tests {
             stored_len: u32::try_from(frame).unwrap(),
             raw_len: 4,
             kind: FrameKind::Raw,
+            filter: Filter::None,
             digest: Digest::of(b"four"),
         };
         let refused = packer.push(0, PackedFrame { buffer, record });
@@ -307,6 +311,7 @@ mod tests {
             stored_len: 4,
             raw_len: 4,
             kind: FrameKind::Raw,
+            filter: Filter::None,
             digest: Digest::of(b"four"),
         };
         packer.push(1, PackedFrame { buffer, record }).unwrap();

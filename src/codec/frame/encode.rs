@@ -230,9 +230,17 @@ fn zeros_left_out(stretch: &[u8]) -> usize {
 enum Coding {
     Raw,
     /// Planes with Huffman codes; planes of more than so many bits a byte stay as they are.
-    Huffman { filter: Filter, dense_bits: f32 },
-    FilteredZstd { filter: Filter, level: i32 },
-    Zstd { level: i32 },
+    Huffman {
+        filter: Filter,
+        dense_bits: f32,
+    },
+    FilteredZstd {
+        filter: Filter,
+        level: i32,
+    },
+    Zstd {
+        level: i32,
+    },
 }
 
 impl Coding {
@@ -297,9 +305,17 @@ impl Choice {
         let near = |a: f32, b: f32, by: f32| a == b || (a - b).abs() <= by;
         let seconds = effort.seconds_per_gb();
         self.left > 0
-            && near(self.effort.seconds_per_gb(), seconds, Self::EFFORT_NEAR * seconds)
+            && near(
+                self.effort.seconds_per_gb(),
+                seconds,
+                Self::EFFORT_NEAR * seconds,
+            )
             && near(self.zero_share, zero_share, Self::SHARE_NEAR)
-            && self.bits.iter().zip(bits).all(|(a, b)| near(*a, *b, Self::BITS_NEAR))
+            && self
+                .bits
+                .iter()
+                .zip(bits)
+                .all(|(a, b)| near(*a, *b, Self::BITS_NEAR))
     }
 }
 
@@ -335,18 +351,22 @@ impl Encoder {
         };
         let chunk = vec![0; chunk_len];
         let mut frame = vec![0; frame_bound(chunk_len)];
-        for level in self.settings.levels() {
-            tools
-                .plain
-                .whole(*level, &chunk, &mut frame)
-                .map_err(|reason| EncoderError::Context { reason })?;
-            if self.settings.filter == FilterChoice::Auto {
-                let mut out = Growing::new(&mut frame);
+        // For a short trial the same level may take other memory than for a chunk.
+        for len in [LONG_TRIAL_LEN, TRIAL_LEN, chunk_len] {
+            let bytes = &chunk[..len.min(chunk_len)];
+            for level in self.settings.levels() {
                 tools
-                    .write_filtered(Filter::Planes4, *level, &chunk, &mut out, |_| ())
-                    .ok_or(EncoderError::Context {
-                        reason: "out of memory",
-                    })?;
+                    .plain
+                    .whole(*level, bytes, &mut frame)
+                    .map_err(|reason| EncoderError::Context { reason })?;
+                if self.settings.filter == FilterChoice::Auto {
+                    let mut out = Growing::new(&mut frame);
+                    tools
+                        .write_filtered(Filter::Planes4, *level, bytes, &mut out, |_| ())
+                        .ok_or(EncoderError::Context {
+                            reason: "out of memory",
+                        })?;
+                }
             }
         }
         Ok(())
@@ -384,9 +404,19 @@ impl Encoder {
         encoded
     }
 
+    /// Bytes of libzstd's memory that it takes at this moment.
+    #[cfg(test)]
+    pub(super) fn sizeof(&self) -> usize {
+        self.tools.as_ref().map_or(0, |tools| {
+            tools.plain.sizeof() + tools.filtered.sizeof() + 2 * tools.planes.len()
+        })
+    }
+
     fn zero(&mut self, chunk: &[u8], out: &mut [u8]) -> Encoded {
         let known = self.zero.take().filter(|zero| zero.raw_len == chunk.len());
-        let zero = self.zero.insert(known.unwrap_or_else(|| ZeroFrame::of(chunk)));
+        let zero = self
+            .zero
+            .insert(known.unwrap_or_else(|| ZeroFrame::of(chunk)));
         out[..zero.frame.len()].copy_from_slice(&zero.frame);
         Encoded {
             body: Body::Written {
@@ -656,7 +686,13 @@ impl Tools {
     }
 
     /// Codes the chunk this way, or raw if that gains too little.
-    fn code(&mut self, coding: Coding, plane_coder: PlaneCoder, chunk: &[u8], out: &mut [u8]) -> Encoded {
+    fn code(
+        &mut self,
+        coding: Coding,
+        plane_coder: PlaneCoder,
+        chunk: &[u8],
+        out: &mut [u8],
+    ) -> Encoded {
         if coding == Coding::Raw {
             return raw(chunk);
         }
@@ -698,12 +734,18 @@ impl Tools {
             Coding::Raw => return None,
             Coding::Huffman { filter, dense_bits } if plane_coder == PlaneCoder::Own => {
                 let mut checksum = (filter == Filter::None).then(ContentChecksum::new);
-                self.writer.write((filter, dense_bits), bytes, checksum.is_some(), &mut out, |unit| {
-                    see(unit);
-                    if let Some(checksum) = &mut checksum {
-                        checksum.update(unit);
-                    }
-                })?;
+                self.writer.write(
+                    (filter, dense_bits),
+                    bytes,
+                    checksum.is_some(),
+                    &mut out,
+                    |unit| {
+                        see(unit);
+                        if let Some(checksum) = &mut checksum {
+                            checksum.update(unit);
+                        }
+                    },
+                )?;
                 if let Some(checksum) = checksum {
                     out.put(&checksum.finish().to_le_bytes())?;
                 }
@@ -743,12 +785,15 @@ impl Tools {
             let (planes, tail) = self.planes[..unit.len()].split_at_mut(body_len);
             if plane_len > 0 {
                 let mut rest = planes.chunks_exact_mut(plane_len);
-                let mut parts: [&mut [u8]; 4] = std::array::from_fn(|_| rest.next().unwrap_or_default());
+                let mut parts: [&mut [u8]; 4] =
+                    std::array::from_fn(|_| rest.next().unwrap_or_default());
                 planes::split(filter, &unit[..body_len], &mut parts);
             }
             tail.copy_from_slice(&unit[body_len..]);
             let is_last = units.peek().is_none();
-            let len = self.filtered.push(&self.planes[..unit.len()], is_last, out.rest())?;
+            let len = self
+                .filtered
+                .push(&self.planes[..unit.len()], is_last, out.rest())?;
             out.advance(len);
             out.sum();
         }

@@ -30,6 +30,8 @@ impl Compressor {
         })
     }
 
+    /// The context's bytes.
+    #[cfg(test)]
     pub(super) fn sizeof(&self) -> usize {
         self.context.sizeof()
     }
@@ -37,13 +39,22 @@ impl Compressor {
     /// Ready for a frame, whatever became of the last one.
     fn start(&mut self, level: i32, filtered: bool) -> Result<(), &'static str> {
         let context = &mut self.context;
-        context.reset(ResetDirective::SessionOnly).map_err(get_error_name)?;
+        context
+            .reset(ResetDirective::SessionOnly)
+            .map_err(get_error_name)?;
         if self.set_to == Some((level, filtered)) {
             return Ok(());
         }
         self.set_to = None;
-        context.reset(ResetDirective::Parameters).map_err(get_error_name)?;
-        let mut set = |parameter| context.set_parameter(parameter).map(drop).map_err(get_error_name);
+        context
+            .reset(ResetDirective::Parameters)
+            .map_err(get_error_name)?;
+        let mut set = |parameter| {
+            context
+                .set_parameter(parameter)
+                .map(drop)
+                .map_err(get_error_name)
+        };
         set(CParameter::CompressionLevel(level))?;
         set(CParameter::ContentSizeFlag(true))?;
         set(CParameter::ChecksumFlag(!filtered))?;
@@ -61,13 +72,22 @@ impl Compressor {
     }
 
     /// One frame of the whole chunk at the start of `out`; its length. `None` when it does not fit.
-    pub(super) fn whole(&mut self, level: i32, chunk: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
+    pub(super) fn whole(
+        &mut self,
+        level: i32,
+        chunk: &[u8],
+        out: &mut [u8],
+    ) -> Result<usize, &'static str> {
         self.start(level, false)?;
         self.context.compress2(out, chunk).map_err(get_error_name)
     }
 
     /// Starts a frame of `content_len` bytes behind a filter.
-    pub(super) fn start_filtered(&mut self, level: i32, content_len: usize) -> Result<(), &'static str> {
+    pub(super) fn start_filtered(
+        &mut self,
+        level: i32,
+        content_len: usize,
+    ) -> Result<(), &'static str> {
         self.start(level, true)?;
         self.context
             .set_pledged_src_size(Some(content_len as u64))
@@ -86,7 +106,10 @@ impl Compressor {
         let mut output = OutBuffer::around(out);
         loop {
             let before = (input.pos(), output.pos());
-            let left = self.context.compress_stream2(&mut output, &mut input, directive).ok()?;
+            let left = self
+                .context
+                .compress_stream2(&mut output, &mut input, directive)
+                .ok()?;
             let taken = input.pos() == content.len();
             if taken && (!is_last || left == 0) {
                 return Some(output.pos());
@@ -140,7 +163,9 @@ impl Decompressor {
     /// Starts on a frame whose header was checked, and gives a reader of its content.
     pub(super) fn content<'a>(&'a mut self, frame: &'a [u8]) -> Result<Content<'a>, FrameError> {
         Self::check_span(frame)?;
-        self.context.reset(ResetDirective::SessionOnly).map_err(damaged)?;
+        self.context
+            .reset(ResetDirective::SessionOnly)
+            .map_err(damaged)?;
         Ok(Content {
             context: &mut self.context,
             input: InBuffer::around(frame),

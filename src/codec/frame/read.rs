@@ -74,6 +74,12 @@ impl Decoder {
         Ok(())
     }
 
+    /// Bytes of memory that it takes at this moment.
+    #[cfg(test)]
+    pub(super) fn sizeof(&self) -> usize {
+        self.reader.content.len() + self.libzstd.sizeof()
+    }
+
     fn read_with_libzstd(
         &mut self,
         frame: &[u8],
@@ -126,7 +132,7 @@ fn join_unit(filter: Filter, parts: &[&[u8]; 4], tail: &[u8], unit: &mut [u8]) {
 }
 
 /// Our own reader of our own frames.
-struct Reader {
+pub(super) struct Reader {
     table: Table,
     content: Box<[u8]>,
 }
@@ -134,9 +140,15 @@ struct Reader {
 /// What a block holds.
 enum Block<'a> {
     Raw(&'a [u8]),
-    Rle { value: u8, len: usize },
+    Rle {
+        value: u8,
+        len: usize,
+    },
     /// Huffman-coded literals and nothing else: the streams of the table last read, and how many bytes they give.
-    Literals { streams: &'a [u8], len: usize },
+    Literals {
+        streams: &'a [u8],
+        len: usize,
+    },
 }
 
 impl Block<'_> {
@@ -157,7 +169,7 @@ struct Blocks<'a> {
 }
 
 impl Reader {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             table: Table::new(),
             content: vec![0; 4 * PLANE_LEN].into(),
@@ -165,7 +177,7 @@ impl Reader {
     }
 
     /// The digest of the chunk that now fills `out`. `None` when the frame is not of our shape, or damaged.
-    fn read(
+    pub(super) fn read(
         &mut self,
         frame: &[u8],
         header: Header,
@@ -227,9 +239,7 @@ impl Reader {
             match block {
                 Block::Rle { value: 0, .. } if zeros == at => zeros += len,
                 // A plane that is one raw block stays where it is.
-                Block::Raw(plane)
-                    if len == plane_len && at % len == 0 && at / len < width =>
-                {
+                Block::Raw(plane) if len == plane_len && at % len == 0 && at / len < width => {
                     elsewhere[at / len] = Some(plane);
                 }
                 _ => {

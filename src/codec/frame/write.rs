@@ -34,10 +34,12 @@ const ZERO_RUN_MIN_RAW: usize = 256;
 const ZERO_RUN_MIN_CODED: usize = 512;
 /// With fewer zeros than this share (one in so many) in the sample there are no long runs of them.
 const ZERO_SHARE_MIN: u32 = 50;
-/// The table of the last block is kept while it costs at most this much more than the sample's entropy …
+/// The table of the last block is kept while it costs at most this much more than one for this block's sample would.
 const REUSE_FACTOR: f32 = 1.015;
-/// … and these bits per byte, which are what any Huffman code loses.
-const REUSE_SLACK_BITS: f32 = 0.03;
+/// At least so many bits a byte any Huffman code loses.
+const LOSS_BITS_MIN: f32 = 0.03;
+/// A block that codes shorten by less than this share (one in so many) is not worth a decoder's time.
+const GAIN_MIN: usize = 32;
 /// Symbols below and above one that was seen which get a code too, and the weight of a seen one against theirs.
 const WIDEN_BELOW: usize = 8;
 const WIDEN_ABOVE: usize = 3;
@@ -236,10 +238,32 @@ struct BlockWriter {
     coder: Coder,
     dense_bits: f32,
     /// The last table that this frame carries: what a treeless block refers to.
-    sent: Option<Code>,
+    sent: Option<Sent>,
     /// Symbols that a full histogram of this frame met.
     met: [bool; 256],
     zero_runs: Vec<Range<u32>>,
+}
+
+#[derive(Debug)]
+struct Sent {
+    code: Code,
+    /// Bits a byte that it lost against the entropy of what it was made for.
+    loss_bits: f32,
+}
+
+impl Sent {
+    /// Whether it is about as good for what was counted as a new one would be.
+    fn serves(&self, counted: &[u32; 256]) -> bool {
+        let like_new = entropy_bits(counted) + self.loss_bits;
+        bits_a_byte(&self.code, counted).is_some_and(|bits| bits <= REUSE_FACTOR * like_new)
+    }
+}
+
+/// What a byte takes in this code; `None` when one has no code, or there is none.
+fn bits_a_byte(code: &Code, counted: &[u32; 256]) -> Option<f32> {
+    let total: u32 = counted.iter().sum();
+    let bits = code.cost_bits(counted)?;
+    (total > 0).then(|| bits as f32 / total as f32)
 }
 
 impl BlockWriter {
@@ -309,13 +333,12 @@ impl BlockWriter {
         if is_only(*first, piece) {
             return out.rle(*first, piece.len());
         }
-        let total: u32 = counted.iter().sum();
-        let kept = self.sent.as_ref().and_then(|code| code.cost_bits(counted));
-        let worth_keeping = REUSE_FACTOR * (entropy_bits(counted) + REUSE_SLACK_BITS) * total as f32;
-        let keep = kept.is_some_and(|bits| bits as f32 <= worth_keeping);
-        let written = match keep {
-            true => self.coded(piece, None, out),
-            false => self.code(counted).and_then(|code| self.coded(piece, Some(code), out)),
+        let written = match &self.sent {
+            Some(sent) if sent.serves(counted) => self.coded(piece, None, out),
+            _ => {
+                let new = self.code(counted);
+                new.and_then(|new| self.coded(piece, Some(new), out))
+            }
         };
         if written.is_some() {
             return Some(());
@@ -325,15 +348,15 @@ impl BlockWriter {
         for (met, count) in self.met.iter_mut().zip(&full) {
             *met |= *count > 0;
         }
-        let code = self.code(&full);
-        match code.and_then(|code| self.coded(piece, Some(code), out)) {
+        let new = self.code(&full);
+        match new.and_then(|new| self.coded(piece, Some(new), out)) {
             Some(()) => Some(()),
             None => out.raw(piece),
         }
     }
 
     /// A code for what was counted, with codes for symbols that may well occur too.
-    fn code(&self, counted: &[u32; 256]) -> Option<Code> {
+    fn code(&self, counted: &[u32; 256]) -> Option<Sent> {
         let mut widened = counted.map(|count| count * SEEN_WEIGHT);
         for symbol in (0..256).filter(|symbol| counted[*symbol] > 0) {
             let near = symbol.saturating_sub(WIDEN_BELOW)..=(symbol + WIDEN_ABOVE).min(255);
@@ -345,14 +368,22 @@ impl BlockWriter {
         for (weight, met) in widened.iter_mut().zip(&self.met) {
             *weight = (*weight).max(u32::from(*met));
         }
-        Code::of(&widened)
+        let code = Code::of(&widened)?;
+        let loss_bits = bits_a_byte(&code, counted)? - entropy_bits(counted);
+        Some(Sent {
+            code,
+            loss_bits: loss_bits.max(LOSS_BITS_MIN),
+        })
     }
 
     /// Writes a compressed block with this new table, or with the one last sent. `None` leaves the frame as it was: a symbol has no code, the block is not
     /// shorter than the piece, or it does not fit.
-    fn coded(&mut self, piece: &[u8], new: Option<Code>, out: &mut Growing<'_>) -> Option<()> {
-        let code = new.as_ref().or(self.sent.as_ref())?;
-        let table = new.as_ref().map_or(&[][..], Code::header);
+    fn coded(&mut self, piece: &[u8], new: Option<Sent>, out: &mut Growing<'_>) -> Option<()> {
+        let code = &new.as_ref().or(self.sent.as_ref())?.code;
+        let table = match &new {
+            Some(new) => new.code.header(),
+            None => &[],
+        };
         let rest = out.rest();
         let room = rest.len().min(piece.len() + CODER_SLACK);
         let (head, streams) = rest[..room]
@@ -360,7 +391,7 @@ impl BlockWriter {
         let streams_len = self.coder.encode(code, piece, streams)?;
         let literals_len = table.len() + streams_len;
         let block_len = LITERALS_HEADER_LEN + literals_len + 1;
-        if block_len >= piece.len() || streams_len == streams.len() {
+        if block_len > piece.len() - piece.len() / GAIN_MIN || streams_len == streams.len() {
             return None;
         }
         streams[streams_len] = 0; // no sequences
@@ -382,10 +413,8 @@ impl BlockWriter {
 fn literals_header(raw_len: usize, coded_len: usize, has_table: bool) -> [u8; LITERALS_HEADER_LEN] {
     const FOUR_STREAMS_18_BITS: u64 = 3 << 2;
     let literals_type = if has_table { 2 } else { 3 };
-    let header = literals_type
-        | FOUR_STREAMS_18_BITS
-        | (raw_len as u64) << 4
-        | (coded_len as u64) << 22;
+    let header =
+        literals_type | FOUR_STREAMS_18_BITS | (raw_len as u64) << 4 | (coded_len as u64) << 22;
     let [h0, h1, h2, h3, h4, ..] = header.to_le_bytes();
     [h0, h1, h2, h3, h4]
 }

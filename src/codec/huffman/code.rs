@@ -139,10 +139,16 @@ fn limit(clamped: &DepthCounts) -> DepthCounts {
     let mut counts = *clamped;
     let deepest = usize::from(CODE_BITS_MAX);
     let room: u32 = 1 << CODE_BITS_MAX;
-    let taken: u32 = (0..).zip(&counts).map(|(depth, &count)| (u32::from(count) << deepest) >> depth).sum();
+    let taken: u32 = (0..)
+        .zip(&counts)
+        .map(|(depth, &count)| (u32::from(count) << deepest) >> depth)
+        .sum();
     // Every step frees one of the 2^11 places.
     for _ in room..taken {
-        let depth = (1..deepest).rev().find(|&depth| counts[depth] > 0).expect("256 leaves fit 2^11 places");
+        let depth = (1..deepest)
+            .rev()
+            .find(|&depth| counts[depth] > 0)
+            .expect("256 leaves fit 2^11 places");
         counts[depth] -= 1;
         counts[depth + 1] += 2;
         counts[deepest] -= 1;

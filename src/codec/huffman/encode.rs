@@ -31,7 +31,9 @@ pub struct Coder {
 
 impl std::fmt::Debug for Coder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Coder").field("kernel", &self.kernel).finish_non_exhaustive()
+        f.debug_struct("Coder")
+            .field("kernel", &self.kernel)
+            .finish_non_exhaustive()
     }
 }
 
@@ -161,7 +163,11 @@ pub(super) struct BitString {
 }
 
 impl BitString {
-    const EMPTY: Self = Self { pending: 0, sum: 0, len: 0 };
+    const EMPTY: Self = Self {
+        pending: 0,
+        sum: 0,
+        len: 0,
+    };
     /// Symbols that can be appended between two flushes: 7 pending bits and five codes of 11 are 62.
     const PER_FLUSH: usize = 5;
 
@@ -189,7 +195,13 @@ impl BitString {
     }
 
     /// Appends `rest`, which stands in front of what was appended, and ends the bit string. Gives its length, or None when not all of `count` symbols had a code.
-    pub(super) fn end_with(mut self, code: &Code, count: usize, rest: &[u8], slot: &mut Slot) -> Option<usize> {
+    pub(super) fn end_with(
+        mut self,
+        code: &Code,
+        count: usize,
+        rest: &[u8],
+        slot: &mut Slot,
+    ) -> Option<usize> {
         for &symbol in rest.iter().rev() {
             self.push_clean(code.entries[usize::from(symbol)]);
             self.flush(slot);
@@ -204,7 +216,11 @@ impl BitString {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "bmi1,bmi2")]
-fn scalar_bmi2(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
+fn scalar_bmi2(
+    code: &Code,
+    quarters: [&[u8]; 4],
+    slots: &mut [&mut Slot; 4],
+) -> Option<[usize; 4]> {
     scalar(code, quarters, slots)
 }
 
@@ -218,13 +234,20 @@ fn scalar(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Opti
 }
 
 #[inline(always)]
-fn scalar_pair(code: &Code, symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut Slot) -> Option<[usize; 2]> {
+fn scalar_pair(
+    code: &Code,
+    symbols: [&[u8]; 2],
+    slot0: &mut Slot,
+    slot1: &mut Slot,
+) -> Option<[usize; 2]> {
     let entry = |symbol: u8| code.entries[usize::from(symbol)];
     let [mut string0, mut string1] = [BitString::EMPTY; 2];
     let rows = symbols[1].len().min(symbols[0].len()) / BitString::PER_FLUSH;
     let [(rest0, rows0), (rest1, rows1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - rows * BitString::PER_FLUSH));
-    for ([a0, b0, c0, d0, e0], [a1, b1, c1, d1, e1]) in rows0.as_chunks().0.iter().zip(rows1.as_chunks().0).rev() {
+    for ([a0, b0, c0, d0, e0], [a1, b1, c1, d1, e1]) in
+        rows0.as_chunks().0.iter().zip(rows1.as_chunks().0).rev()
+    {
         string0.push(entry(*e0));
         string1.push(entry(*e1));
         string0.push(entry(*d0));
@@ -273,7 +296,11 @@ pub(super) struct RecordString {
 }
 
 impl RecordString {
-    pub(super) const EMPTY: Self = Self { pending: 0, pending_bits: 0, len: 0 };
+    pub(super) const EMPTY: Self = Self {
+        pending: 0,
+        pending_bits: 0,
+        len: 0,
+    };
 
     #[inline(always)]
     fn append(&mut self, code: u64, length: u64, slot: &mut Slot) {
@@ -294,7 +321,13 @@ impl RecordString {
                 self.append(records.codes[index], records.lengths[index], slot);
             }
         } else {
-            for (&code, &length) in records.codes.iter().zip(&records.lengths).take(records.count).rev() {
+            for (&code, &length) in records
+                .codes
+                .iter()
+                .zip(&records.lengths)
+                .take(records.count)
+                .rev()
+            {
                 self.append(code, length, slot);
             }
         }
@@ -302,8 +335,15 @@ impl RecordString {
 
     /// The same bit string for the scalar kernel, which counts on from `count` symbols.
     pub(super) fn into_bit_string(self, count: usize) -> BitString {
-        let pending = if self.pending_bits == 0 { 0 } else { self.pending << (64 - self.pending_bits) };
-        BitString { pending, sum: (count as u64) << 8 | self.pending_bits, len: self.len }
+        let pending = if self.pending_bits == 0 {
+            0
+        } else {
+            self.pending << (64 - self.pending_bits)
+        };
+        BitString {
+            pending,
+            sum: (count as u64) << 8 | self.pending_bits,
+            len: self.len,
+        }
     }
 }
-
