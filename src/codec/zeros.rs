@@ -39,8 +39,6 @@ pub fn zero_runs(bytes: &[u8], least_len: usize, runs: &mut Vec<Range<u32>>) {
     // The fewest whole lines that such a run covers: of every so many, one is in it.
     let line_step = (least_len + 1) / LINE_LEN - 1;
     let lines = bytes.as_chunks::<LINE_LEN>().0;
-    // Before it, no run is looked for any more.
-    let mut done = 0;
     let mut index = line_step - 1;
     while let Some(line) = lines.get(index) {
         if *line != [0; LINE_LEN] {
@@ -48,12 +46,12 @@ pub fn zero_runs(bytes: &[u8], least_len: usize, runs: &mut Vec<Range<u32>>) {
             continue;
         }
         let at = index * LINE_LEN;
-        let start = at - portable::zero_len_back(&bytes[done..at]);
+        // No further than to the line that was looked at before, which is not zero.
+        let start = at - portable::zero_len_back(&bytes[..at]);
         let end = at + zero_len(&bytes[at..]);
         if end - start >= least_len {
             runs.push(offset(start)..offset(end));
         }
-        done = end;
         index = end / LINE_LEN + line_step;
     }
 }
