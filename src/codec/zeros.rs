@@ -1,7 +1,12 @@
 //! Where memory is zero. In: bytes. Out: whether all of them are zero, or the runs of zeros among them. Nothing can fail.
 //!
-//! Bytes are looked at in lines of 64. A run that is long enough covers several whole lines, so only every so-manieth line is looked at, and where that is zero
+//! Bytes are looked at in lines of 64. A run that is long enough covers several whole lines, so only one line of several is looked at, and where that is zero
 //! the run is followed to both its ends. The longer the wanted runs, the fewer bytes are read where there are none.
+
+#![allow(
+    unsafe_code,
+    reason = "the fence: a call of what only some CPUs can run"
+)]
 
 use std::ops::Range;
 
