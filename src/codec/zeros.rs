@@ -1,7 +1,12 @@
 //! Where memory is zero. In: bytes. Out: whether all of them are zero, or the runs of zeros among them. Nothing can fail.
 //!
-//! Bytes are looked at in lines of 64. A run that is long enough covers several whole lines, so only every so-manieth line is looked at, and where that is zero
+//! Bytes are looked at in lines of 64. A run that is long enough covers several whole lines, so only one line of several is looked at, and where that is zero
 //! the run is followed to both its ends. The longer the wanted runs, the fewer bytes are read where there are none.
+
+#![allow(
+    unsafe_code,
+    reason = "the fence: a call of what only some CPUs can run"
+)]
 
 use std::ops::Range;
 
@@ -39,8 +44,6 @@ pub fn zero_runs(bytes: &[u8], least_len: usize, runs: &mut Vec<Range<u32>>) {
     // The fewest whole lines that such a run covers: of every so many, one is in it.
     let line_step = (least_len + 1) / LINE_LEN - 1;
     let lines = bytes.as_chunks::<LINE_LEN>().0;
-    // Before it, no run is looked for any more.
-    let mut done = 0;
     let mut index = line_step - 1;
     while let Some(line) = lines.get(index) {
         if *line != [0; LINE_LEN] {
@@ -48,12 +51,12 @@ pub fn zero_runs(bytes: &[u8], least_len: usize, runs: &mut Vec<Range<u32>>) {
             continue;
         }
         let at = index * LINE_LEN;
-        let start = at - portable::zero_len_back(&bytes[done..at]);
+        // No further than to the line that was looked at before, which is not zero.
+        let start = at - portable::zero_len_back(&bytes[..at]);
         let end = at + zero_len(&bytes[at..]);
         if end - start >= least_len {
             runs.push(offset(start)..offset(end));
         }
-        done = end;
         index = end / LINE_LEN + line_step;
     }
 }

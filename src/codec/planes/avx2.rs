@@ -1,6 +1,8 @@
 //! The kernel for x86-64 with AVX2, 32 elements at a time. In: elements or planes of any length. Out: as many as make whole groups, from the start; each
 //! function says how many elements that were, and the rest is the portable kernel's.
 
+#![allow(unsafe_code, reason = "the fence: loads and stores of vectors")]
+
 use std::arch::x86_64::{
     __m256i, _mm256_add_epi16, _mm256_add_epi32, _mm256_and_si256, _mm256_loadu_si256,
     _mm256_or_si256, _mm256_packus_epi16, _mm256_permute2x128_si256, _mm256_permute4x64_epi64,

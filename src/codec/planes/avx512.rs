@@ -3,6 +3,8 @@
 //!
 //! One instruction (`vpermi2b`) picks any 64 of the bytes of two vectors; the tables below say which.
 
+#![allow(unsafe_code, reason = "the fence: loads and stores of vectors")]
+
 use std::arch::x86_64::{
     __m512i, _mm512_loadu_si512, _mm512_permutex2var_epi8, _mm512_rol_epi32, _mm512_ror_epi32,
     _mm512_shldi_epi16, _mm512_shuffle_i64x2, _mm512_storeu_si512,

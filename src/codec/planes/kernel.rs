@@ -1,6 +1,11 @@
 //! Which instruction set splits and joins. In: what the CPU has, and a measurement where that leaves a choice. Out: a [`Kernel`], which runs anywhere it can be
 //! had. Nothing can fail.
 
+#![allow(
+    unsafe_code,
+    reason = "the fence: calls of what only some CPUs can run"
+)]
+
 use std::fmt;
 use std::hint::black_box;
 use std::sync::OnceLock;

@@ -4,6 +4,8 @@
 //! Loads and stores of two or four vectors (`ld2`, `st4` and so on) split and join by themselves. Elements are rotated as planes: each byte takes in one bit of
 //! its neighbour.
 
+#![allow(unsafe_code, reason = "the fence: loads and stores of vectors")]
+
 use std::arch::aarch64::{
     uint8x16_t, uint8x16x2_t, uint8x16x4_t, vld1q_u8, vld2q_u8, vld4q_u8, vshlq_n_u8, vshrq_n_u8,
     vsliq_n_u8, vsriq_n_u8, vst1q_u8, vst2q_u8, vst4q_u8,

@@ -1,6 +1,8 @@
 //! The kernel for x86-64 with AVX2, four lines at a time. In: bytes. Out: how many of them are zero from the start, counted in whole groups of lines; the rest
 //! is the portable kernel's.
 
+#![allow(unsafe_code, reason = "the fence: loads of vectors")]
+
 use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_or_si256, _mm256_testz_si256};
 
 const VECTOR_LEN: usize = 32;
