@@ -131,21 +131,16 @@ impl Coder {
     }
 }
 
-/// Bits from 8 up of an entry count the symbols that have a code: see [`BitString`].
-const COUNT_ONE: u64 = 1 << 8;
+/// Bits from here up of an entry count the symbols that have a code: see [`BitString`].
+const COUNT_BIT: u32 = 8;
 
-/// An entry: the code at the top, a 1 for the count of symbols, the code's length in the lowest byte.
-pub(super) fn entries(codes: &[u16; 256], lengths: &[u8; 256]) -> [u64; 256] {
-    let mut entries = [0; 256];
-    for ((entry, &code), &length) in entries.iter_mut().zip(codes).zip(lengths) {
-        // A length of 0 would shift by 64; such a symbol has code 0 in any case.
-        let place = (64 - u32::from(length)) % 64;
-        *entry = u64::from(code) << place | u64::from(length) | u64::from(length > 0) * COUNT_ONE;
-    }
-    entries
+/// An entry: the code at the top, a 1 for the count of symbols, the code's length in the lowest byte. 0 for a symbol without a code.
+#[inline(always)]
+fn entry(code: u16, length: u8) -> u64 {
+    // A length of 0 would shift by 64; such a symbol has code 0 in any case.
+    u64::from(code).wrapping_shl(u32::from(length).wrapping_neg()) | u64::from(length > 0) << COUNT_BIT | u64::from(length)
 }
 
-/// The lowest byte of an entry: a length. Where it is put into the accumulator it may stay as long as fewer than 56 bits are pending.
 const LENGTH_MASK: u64 = 0xff;
 
 /// A bit string that grows. The newest bits are at the top of the accumulator and older ones below, so that to append is to shift right by the
@@ -165,6 +160,7 @@ impl BitString {
     /// Symbols that can be appended between two flushes: 7 pending bits and five codes of 11 are 62.
     const PER_FLUSH: usize = 5;
 
+    /// Leaves the entry's low bits in the accumulator, where no pending ones are as long as these are fewer than 55.
     #[inline(always)]
     fn push(&mut self, entry: u64) {
         self.pending = self.pending.wrapping_shr(entry as u32) | entry;
@@ -174,7 +170,7 @@ impl BitString {
     /// The fifth symbol of a row: its length would touch bits that are pending.
     #[inline(always)]
     fn push_clean(&mut self, entry: u64) {
-        self.pending = self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | COUNT_ONE);
+        self.pending = self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | 1 << COUNT_BIT);
         self.sum = self.sum.wrapping_add(entry);
     }
 
@@ -191,11 +187,12 @@ impl BitString {
     /// Appends `rest`, which stands in front of what was appended, and ends the bit string. Gives its length, or None when not all of `count` symbols had a code.
     pub(super) fn end_with(mut self, code: &Code, count: usize, rest: &[u8], slot: &mut Slot) -> Option<usize> {
         for &symbol in rest.iter().rev() {
-            self.push_clean(code.entries[usize::from(symbol)]);
+            let symbol = usize::from(symbol);
+            self.push_clean(entry(code.codes[symbol], code.lengths[symbol]));
             self.flush(slot);
         }
-        let coded = (self.sum >> 8) as u32;
-        self.push_clean(1 << 63 | 1);
+        let coded = (self.sum >> COUNT_BIT) as u32;
+        self.push_clean(entry(1, 1));
         self.flush(slot);
         let len = self.len + usize::from(self.sum & LENGTH_MASK > 0);
         (coded as usize == count).then_some(len)
@@ -211,15 +208,19 @@ fn scalar_bmi2(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) ->
 /// Two bit strings at a time: the next step of one need not wait for the last of the other.
 #[inline(always)]
 fn scalar(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
+    let mut entries = [0; 256];
+    for ((made, &code), &length) in entries.iter_mut().zip(&code.codes).zip(&code.lengths) {
+        *made = entry(code, length);
+    }
     let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] = scalar_pair(code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] = scalar_pair(code, [quarters[2], quarters[3]], slot2, slot3)?;
+    let [len0, len1] = scalar_pair(code, &entries, [quarters[0], quarters[1]], slot0, slot1)?;
+    let [len2, len3] = scalar_pair(code, &entries, [quarters[2], quarters[3]], slot2, slot3)?;
     Some([len0, len1, len2, len3])
 }
 
 #[inline(always)]
-fn scalar_pair(code: &Code, symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut Slot) -> Option<[usize; 2]> {
-    let entry = |symbol: u8| code.entries[usize::from(symbol)];
+fn scalar_pair(code: &Code, entries: &[u64; 256], symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut Slot) -> Option<[usize; 2]> {
+    let entry = |symbol: u8| entries[usize::from(symbol)];
     let [mut string0, mut string1] = [BitString::EMPTY; 2];
     let rows = symbols[1].len().min(symbols[0].len()) / BitString::PER_FLUSH;
     let [(rest0, rows0), (rest1, rows1)] =
@@ -303,7 +304,7 @@ impl RecordString {
     /// The same bit string for the scalar kernel, which counts on from `count` symbols.
     pub(super) fn into_bit_string(self, count: usize) -> BitString {
         let pending = if self.pending_bits == 0 { 0 } else { self.pending << (64 - self.pending_bits) };
-        BitString { pending, sum: (count as u64) << 8 | self.pending_bits, len: self.len }
+        BitString { pending, sum: (count as u64) << COUNT_BIT | self.pending_bits, len: self.len }
     }
 }
 
