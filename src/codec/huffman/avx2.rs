@@ -14,15 +14,17 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::code::Code;
-use super::encode::{RecordString, Records, Slot};
+use super::encode::{RECORD_BITS_MAX, RecordString, Slot, fit_a_record};
+
+type Records = super::encode::Records<RECORDS_MAX>;
 
 /// Symbols that one step takes.
 const STEP: usize = 64;
 /// Records of a step: of 16 symbols each where most fit, or of 8.
 const SPARSE: usize = 4;
 const DENSE: usize = 8;
-/// Most bits of a record.
-const RECORD_BITS_MAX: i32 = 56;
+/// Most records of a step: of 4 symbols each.
+const RECORDS_MAX: usize = STEP / 4;
 /// Most tables of 16 symbols that are still faster than the scalar kernel.
 const TABLES_MAX: usize = 8;
 
@@ -54,19 +56,14 @@ impl Windows {
     }
 }
 
-/// Whether this many symbols together fit a record unless they are longer than the mean by more than so many standard deviations.
-fn are_narrow(code: &Code, symbols: f64, deviations: f64) -> bool {
-    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt() < f64::from(RECORD_BITS_MAX)
-}
-
 /// Encodes four quarters into four slots; None when a symbol has no code. The outer None: this kernel does not suit the code.
 #[target_feature(enable = "avx2,bmi1,bmi2")]
 pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<Option<[usize; 4]>> {
-    if !code.fits_bytes || !are_narrow(code, 8.0, 3.5) {
+    if !code.fits_bytes || !fit_a_record(code, 8.0, 3.5) {
         return None;
     }
     let windows = Windows::of(code)?;
-    let is_dense = !are_narrow(code, 16.0, 2.4);
+    let is_dense = !fit_a_record(code, 16.0, 2.4);
     let encode = match (windows.count, is_dense) {
         (1 | 2, false) => encode_with::<2, SPARSE>,
         (3, false) => encode_with::<3, SPARSE>,
@@ -115,18 +112,18 @@ fn pair<const TABLES: usize, const RECORDS: usize>(
     let [mut string0, mut string1] = [RecordString::EMPTY; 2];
     for (step0, step1) in steps0.iter().zip(steps1).rev() {
         let joined = tables.step(step0, &mut seen);
-        string0.append_all::<RECORDS>(&records0, slot0);
+        string0.append_all::<RECORDS, RECORDS_MAX>(&records0, slot0);
         if !joined.hold::<RECORDS>(&mut records0) {
             tables.hold_wide(step0, &mut records0);
         }
         let joined = tables.step(step1, &mut seen);
-        string1.append_all::<RECORDS>(&records1, slot1);
+        string1.append_all::<RECORDS, RECORDS_MAX>(&records1, slot1);
         if !joined.hold::<RECORDS>(&mut records1) {
             tables.hold_wide(step1, &mut records1);
         }
     }
-    string0.append_all::<RECORDS>(&records0, slot0);
-    string1.append_all::<RECORDS>(&records1, slot1);
+    string0.append_all::<RECORDS, RECORDS_MAX>(&records0, slot0);
+    string1.append_all::<RECORDS, RECORDS_MAX>(&records1, slot1);
     if !tables.have(&seen) {
         return None;
     }
@@ -244,7 +241,7 @@ impl<const TABLES: usize> Tables<TABLES> {
                 put(records, 8 * half + 4 * quarter, codes, lengths);
             }
         }
-        records.count = 16;
+        records.count = RECORDS_MAX;
     }
 
     /// Whether all symbols that were seen have a code.

@@ -7,7 +7,7 @@
 //! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
 
 #[cfg(target_arch = "x86_64")]
-use super::avx2;
+use super::{avx2, avx512};
 use super::code::Code;
 use super::{JUMP_TABLE_LEN, SYMBOLS_MAX, quarters};
 
@@ -46,6 +46,9 @@ pub enum Kernel {
     /// 64 symbols at a time where the code lies within a few tables of 16, else as Bmi2.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// 128 symbols at a time where codes are numbers below 256, else as Bmi2.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
 }
 
 impl Kernel {
@@ -57,6 +60,12 @@ impl Kernel {
             kernels.push(Self::Bmi2);
             if is_x86_feature_detected!("avx2") {
                 kernels.push(Self::Avx2);
+            }
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vbmi")
+            {
+                kernels.push(Self::Avx512);
             }
         }
         kernels
@@ -111,6 +120,13 @@ impl Coder {
             Kernel::Avx2 => {
                 // SAFETY: the kernel was chosen because the CPU has these features.
                 let encoded = unsafe { avx2::encode(code, quarters, &mut slots) };
+                // SAFETY: as above.
+                encoded.unwrap_or_else(|| unsafe { scalar_bmi2(code, quarters, &mut slots) })
+            }
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => {
+                // SAFETY: as above.
+                let encoded = unsafe { avx512::encode(code, quarters, &mut slots) };
                 // SAFETY: as above.
                 encoded.unwrap_or_else(|| unsafe { scalar_bmi2(code, quarters, &mut slots) })
             }
@@ -245,24 +261,29 @@ fn scalar_pair(code: &Code, entries: &[u64; 256], symbols: [&[u8]; 2], slot0: &m
     ])
 }
 
-/// Most records of one step.
-pub(super) const RECORDS_MAX: usize = 16;
-
-/// Codes of several symbols each, strung together: what vector kernels make of one step's symbols, in their order.
+/// Codes of several symbols each, strung together: what vector kernels make of one step's symbols, in their order. At most `MAX`.
 #[repr(align(64))]
-pub(super) struct Records {
-    pub(super) codes: [u64; RECORDS_MAX],
+pub(super) struct Records<const MAX: usize> {
+    pub(super) codes: [u64; MAX],
     /// At most 56 bits each, so that 7 pending bits and a record fit a word.
-    pub(super) lengths: [u64; RECORDS_MAX],
+    pub(super) lengths: [u64; MAX],
     pub(super) count: usize,
 }
 
-impl Records {
+impl<const MAX: usize> Records<MAX> {
     pub(super) const EMPTY: Self = Self {
-        codes: [0; RECORDS_MAX],
-        lengths: [0; RECORDS_MAX],
+        codes: [0; MAX],
+        lengths: [0; MAX],
         count: 0,
     };
+}
+
+/// Most bits of a record.
+pub(super) const RECORD_BITS_MAX: i32 = 56;
+
+/// Whether so many symbols together fit a record unless they are longer than the mean by more than so many standard deviations.
+pub(super) fn fit_a_record(code: &Code, symbols: f64, deviations: f64) -> bool {
+    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt() < f64::from(RECORD_BITS_MAX)
 }
 
 /// A bit string that grows by records: here the oldest pending bit is the lowest.
@@ -289,7 +310,7 @@ impl RecordString {
 
     /// Appends `records`, the last one first; mostly there are `USUAL` of them.
     #[inline(always)]
-    pub(super) fn append_all<const USUAL: usize>(&mut self, records: &Records, slot: &mut Slot) {
+    pub(super) fn append_all<const USUAL: usize, const MAX: usize>(&mut self, records: &Records<MAX>, slot: &mut Slot) {
         if records.count == USUAL {
             for index in (0..USUAL).rev() {
                 self.append(records.codes[index], records.lengths[index], slot);
