@@ -1,7 +1,7 @@
 //! The AVX2 kernel of the encoder: 64 symbols at a time become four records of 16, which a scalar loop strings together.
 //!
-//! In: a code whose symbols lie within 63 of each other (symbol 0 may be apart) and whose codes are numbers below 256: so are the planes of tensors that
-//! compress well. Out: the same bit strings as the scalar kernel's. What can fail: a symbol without a code, which has length 0 in the tables.
+//! In: a code of short codes whose symbols lie within a few stretches of 16: so are the planes of tensors that compress well. Out: the same bit strings as the
+//! scalar kernel's. What can fail: a symbol without a code, which has length 0 in the tables.
 //!
 //! A symbol's code and length are looked up by byte shuffles, 16 table entries each: an index outside a table's 16 gives 0, so the results of all tables are ORed.
 //! Neighbours are then joined three times (2, 4, 8 symbols in lanes of 16, 32, 64 bits), the earlier one's code shifted left by the length of the
@@ -42,7 +42,11 @@ impl Windows {
         let with_code = |&(_, &length): &(u8, &u8)| length > 0;
         let mut above = (1..=u8::MAX).zip(&code.lengths[1..]).filter(with_code);
         let below = above.next()?.0 - 1;
-        let mut windows = Self { below, starts: [0; TABLES_MAX], count: 1 };
+        let mut windows = Self {
+            below,
+            starts: [0; TABLES_MAX],
+            count: 1,
+        };
         let mut start = 0;
         for (symbol, _) in above {
             let position = symbol - below;
@@ -58,8 +62,12 @@ impl Windows {
 
 /// Encodes four quarters into four slots; None when a symbol has no code. The outer None: this kernel does not suit the code.
 #[target_feature(enable = "avx2,bmi1,bmi2")]
-pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<Option<[usize; 4]>> {
-    if !code.fits_bytes || !fit_a_record(code, 8.0, 3.5) {
+pub(super) fn encode(
+    code: &Code,
+    quarters: [&[u8]; 4],
+    slots: &mut [&mut Slot; 4],
+) -> Option<Option<[usize; 4]>> {
+    if !fit_a_record(code, 8.0, 3.5) {
         return None;
     }
     let windows = Windows::of(code)?;
@@ -76,8 +84,7 @@ pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 
         (5 | 6, true) => encode_with::<6, DENSE>,
         (_, true) => encode_with::<TABLES_MAX, DENSE>,
     };
-    // SAFETY: this function has the same features.
-    Some(unsafe { encode(&windows, code, quarters, slots) })
+    Some(encode(&windows, code, quarters, slots))
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2")]
@@ -89,8 +96,10 @@ fn encode_with<const TABLES: usize, const RECORDS: usize>(
 ) -> Option<[usize; 4]> {
     let tables = Tables::<TABLES>::of(windows, code);
     let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] = pair::<TABLES, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] = pair::<TABLES, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
+    let [len0, len1] =
+        pair::<TABLES, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
+    let [len2, len3] =
+        pair::<TABLES, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
     Some([len0, len1, len2, len3])
 }
 
@@ -104,7 +113,8 @@ fn pair<const TABLES: usize, const RECORDS: usize>(
     slot1: &mut Slot,
 ) -> Option<[usize; 2]> {
     let steps = symbols[0].len().min(symbols[1].len()) / STEP;
-    let [(rest0, whole0), (rest1, whole1)] = symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
+    let [(rest0, whole0), (rest1, whole1)] =
+        symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
     let (steps0, steps1) = (whole0.as_chunks::<STEP>().0, whole1.as_chunks::<STEP>().0);
     let mut seen = Seen::nothing();
     // Records are appended one step later than they are made, so that the CPU can do both at a time.
@@ -146,7 +156,10 @@ impl Seen {
     #[target_feature(enable = "avx2")]
     fn nothing() -> Self {
         let most = _mm256_set1_epi8(-1);
-        Self { length: most, symbol: most }
+        Self {
+            length: most,
+            symbol: most,
+        }
     }
 }
 
@@ -177,12 +190,19 @@ impl<const TABLES: usize> Tables<TABLES> {
         for (table, &start) in windows.starts.iter().enumerate().take(windows.count) {
             starts[table] = start;
             for (entry, position) in (start..=u8::MAX - windows.below).take(16).enumerate() {
-                let symbol = usize::from(if position == 0 { 0 } else { position + windows.below });
-                (codes[table][entry], lengths[table][entry]) = ((code.codes[symbol] & 0xff) as u8, code.lengths[symbol]);
+                let symbol = usize::from(if position == 0 {
+                    0
+                } else {
+                    position + windows.below
+                });
+                (codes[table][entry], lengths[table][entry]) =
+                    (code.codes[symbol], code.lengths[symbol]);
             }
         }
         // SAFETY: an array of 16 bytes is 128 readable bits.
-        let load = |table: [u8; 16]| _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
+        let load = |table: [u8; 16]| {
+            _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
+        };
         Self {
             below: _mm256_set1_epi8(windows.below.cast_signed()),
             starts: starts.map(|start| _mm256_set1_epi8(start.cast_signed())),
@@ -199,15 +219,30 @@ impl<const TABLES: usize> Tables<TABLES> {
         let mut lengths = _mm256_setzero_si256();
         for table in 0..TABLES {
             // The table's 16 positions become 0x70..0x7f; everything else has the highest bit set, which gives 0.
-            let offset = if table == 0 { position } else { _mm256_sub_epi8(position, self.starts[table]) };
+            let offset = if table == 0 {
+                position
+            } else {
+                _mm256_sub_epi8(position, self.starts[table])
+            };
             let index = _mm256_adds_epu8(offset, _mm256_set1_epi8(0x70));
             codes = _mm256_or_si256(codes, _mm256_shuffle_epi8(self.codes[table], index));
             lengths = _mm256_or_si256(lengths, _mm256_shuffle_epi8(self.lengths[table], index));
         }
-        let later_twice = _mm256_set_epi8(15, 15, 13, 13, 11, 11, 9, 9, 7, 7, 5, 5, 3, 3, 1, 1, 15, 15, 13, 13, 11, 11, 9, 9, 7, 7, 5, 5, 3, 3, 1, 1);
-        let bits = _mm256_set_epi64x(0, i64::from_le_bytes([1, 2, 4, 8, 16, 32, 64, 128]), 0, i64::from_le_bytes([1, 2, 4, 8, 16, 32, 64, 128]));
+        let later_twice = _mm256_set_epi8(
+            15, 15, 13, 13, 11, 11, 9, 9, 7, 7, 5, 5, 3, 3, 1, 1, 15, 15, 13, 13, 11, 11, 9, 9, 7,
+            7, 5, 5, 3, 3, 1, 1,
+        );
+        let bits = _mm256_set_epi64x(
+            0,
+            i64::from_le_bytes([1, 2, 4, 8, 16, 32, 64, 128]),
+            0,
+            i64::from_le_bytes([1, 2, 4, 8, 16, 32, 64, 128]),
+        );
         // The upper byte of the power is looked up at the length less 8, which is 0 for what is negative.
-        let index = _mm256_sub_epi8(_mm256_shuffle_epi8(lengths, later_twice), _mm256_set1_epi16(8 << 8));
+        let index = _mm256_sub_epi8(
+            _mm256_shuffle_epi8(lengths, later_twice),
+            _mm256_set1_epi16(8 << 8),
+        );
         Looked {
             codes,
             lengths,
@@ -221,10 +256,18 @@ impl<const TABLES: usize> Tables<TABLES> {
     fn step(&self, step: &[u8; STEP], seen: &mut Seen) -> Joined {
         let (low, high) = step.split_at(32);
         // SAFETY: each half of a step is 32 readable bytes.
-        let (low, high) = unsafe { (_mm256_loadu_si256(low.as_ptr().cast()), _mm256_loadu_si256(high.as_ptr().cast())) };
+        let (low, high) = unsafe {
+            (
+                _mm256_loadu_si256(low.as_ptr().cast()),
+                _mm256_loadu_si256(high.as_ptr().cast()),
+            )
+        };
         let one = _mm256_set1_epi8(1);
         // 0 becomes the highest.
-        seen.symbol = _mm256_min_epu8(seen.symbol, _mm256_min_epu8(_mm256_sub_epi8(low, one), _mm256_sub_epi8(high, one)));
+        seen.symbol = _mm256_min_epu8(
+            seen.symbol,
+            _mm256_min_epu8(_mm256_sub_epi8(low, one), _mm256_sub_epi8(high, one)),
+        );
         let (low, high) = (self.look(low), self.look(high));
         seen.length = _mm256_min_epu8(seen.length, _mm256_min_epu8(low.lengths, high.lengths));
         Joined::of(&low, &high)
@@ -249,7 +292,10 @@ impl<const TABLES: usize> Tables<TABLES> {
     fn have(&self, seen: &Seen) -> bool {
         // Symbols between 0 and the lowest one share the index of 0, so they are found by themselves.
         let in_span = _mm256_cmpeq_epi8(_mm256_max_epu8(seen.symbol, self.below), seen.symbol);
-        let without = _mm256_cmpeq_epi8(_mm256_min_epu8(seen.length, in_span), _mm256_setzero_si256());
+        let without = _mm256_cmpeq_epi8(
+            _mm256_min_epu8(seen.length, in_span),
+            _mm256_setzero_si256(),
+        );
         _mm256_testz_si256(without, without) != 0
     }
 }
@@ -270,7 +316,10 @@ impl Joined {
         let zero = _mm256_setzero_si256();
         Self {
             codes: [low.eights(), high.eights()],
-            lengths: [_mm256_sad_epu8(low.lengths, zero), _mm256_sad_epu8(high.lengths, zero)],
+            lengths: [
+                _mm256_sad_epu8(low.lengths, zero),
+                _mm256_sad_epu8(high.lengths, zero),
+            ],
             wide_pairs: _mm256_cmpgt_epi16(pair_lengths, _mm256_set1_epi16(16)),
         }
     }
@@ -284,17 +333,28 @@ impl Joined {
         let [low_lengths, high_lengths] = self.lengths;
         if RECORDS == SPARSE {
             let later_lengths = _mm256_unpackhi_epi64(low_lengths, high_lengths);
-            let lengths = _mm256_add_epi64(_mm256_unpacklo_epi64(low_lengths, high_lengths), later_lengths);
+            let lengths = _mm256_add_epi64(
+                _mm256_unpacklo_epi64(low_lengths, high_lengths),
+                later_lengths,
+            );
             if self.fits(_mm256_cmpgt_epi32(lengths, limit)) {
                 let earlier = shift_left_64(_mm256_unpacklo_epi64(low, high), later_lengths);
                 let codes = _mm256_or_si256(earlier, _mm256_unpackhi_epi64(low, high));
                 // Halves are interleaved by now.
-                put(records, 0, _mm256_permute4x64_epi64(codes, 0b11_01_10_00), _mm256_permute4x64_epi64(lengths, 0b11_01_10_00));
+                put(
+                    records,
+                    0,
+                    _mm256_permute4x64_epi64(codes, 0b11_01_10_00),
+                    _mm256_permute4x64_epi64(lengths, 0b11_01_10_00),
+                );
                 records.count = SPARSE;
                 return true;
             }
         }
-        let fits = self.fits(_mm256_cmpgt_epi32(_mm256_max_epi32(low_lengths, high_lengths), limit));
+        let fits = self.fits(_mm256_cmpgt_epi32(
+            _mm256_max_epi32(low_lengths, high_lengths),
+            limit,
+        ));
         if fits {
             put(records, 0, low, low_lengths);
             put(records, 4, high, high_lengths);
@@ -318,7 +378,10 @@ fn put(records: &mut Records, start: usize, codes: __m256i, lengths: __m256i) {
     // SAFETY: both slices are of four words, 32 writable bytes.
     unsafe {
         _mm256_storeu_si256(records.codes[start..start + 4].as_mut_ptr().cast(), codes);
-        _mm256_storeu_si256(records.lengths[start..start + 4].as_mut_ptr().cast(), lengths);
+        _mm256_storeu_si256(
+            records.lengths[start..start + 4].as_mut_ptr().cast(),
+            lengths,
+        );
     }
 }
 
@@ -352,7 +415,10 @@ impl Looked {
     #[target_feature(enable = "avx2")]
     fn eights(&self) -> __m256i {
         let earlier = _mm256_and_si256(self.codes, _mm256_set1_epi16(0xff));
-        let pairs = _mm256_or_si256(_mm256_mullo_epi16(earlier, self.powers), _mm256_srli_epi16(self.codes, 8));
+        let pairs = _mm256_or_si256(
+            _mm256_mullo_epi16(earlier, self.powers),
+            _mm256_srli_epi16(self.codes, 8),
+        );
         let earlier = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff));
         let fours = _mm256_or_si256(
             shift_left_32(earlier, _mm256_srli_epi32(self.pair_lengths, 16)),
@@ -372,20 +438,38 @@ impl Looked {
     fn fours(&self) -> [(__m256i, __m256i); 2] {
         let zero = _mm256_setzero_si256();
         let one = _mm256_set1_epi16(1);
-        let pairs_low = _mm256_madd_epi16(_mm256_unpacklo_epi8(self.codes, zero), _mm256_unpacklo_epi16(self.powers, one));
-        let pairs_high = _mm256_madd_epi16(_mm256_unpackhi_epi8(self.codes, zero), _mm256_unpackhi_epi16(self.powers, one));
+        let pairs_low = _mm256_madd_epi16(
+            _mm256_unpacklo_epi8(self.codes, zero),
+            _mm256_unpacklo_epi16(self.powers, one),
+        );
+        let pairs_high = _mm256_madd_epi16(
+            _mm256_unpackhi_epi8(self.codes, zero),
+            _mm256_unpackhi_epi16(self.powers, one),
+        );
         let later_lengths = _mm256_srli_epi32(self.pair_lengths, 16);
         let join = |pairs: __m256i, later_lengths: __m256i| {
             let earlier = _mm256_and_si256(pairs, _mm256_set1_epi64x(0xffff_ffff));
-            _mm256_or_si256(shift_left_64(earlier, later_lengths), _mm256_srli_epi64(pairs, 32))
+            _mm256_or_si256(
+                shift_left_64(earlier, later_lengths),
+                _mm256_srli_epi64(pairs, 32),
+            )
         };
         let codes_low = join(pairs_low, _mm256_unpacklo_epi32(later_lengths, zero));
         let codes_high = join(pairs_high, _mm256_unpackhi_epi32(later_lengths, zero));
         let lengths = _mm256_madd_epi16(self.pair_lengths, one);
-        let (lengths_low, lengths_high) = (_mm256_unpacklo_epi32(lengths, zero), _mm256_unpackhi_epi32(lengths, zero));
+        let (lengths_low, lengths_high) = (
+            _mm256_unpacklo_epi32(lengths, zero),
+            _mm256_unpackhi_epi32(lengths, zero),
+        );
         [
-            (_mm256_permute2x128_si256(codes_low, codes_high, 0x20), _mm256_permute2x128_si256(lengths_low, lengths_high, 0x20)),
-            (_mm256_permute2x128_si256(codes_low, codes_high, 0x31), _mm256_permute2x128_si256(lengths_low, lengths_high, 0x31)),
+            (
+                _mm256_permute2x128_si256(codes_low, codes_high, 0x20),
+                _mm256_permute2x128_si256(lengths_low, lengths_high, 0x20),
+            ),
+            (
+                _mm256_permute2x128_si256(codes_low, codes_high, 0x31),
+                _mm256_permute2x128_si256(lengths_low, lengths_high, 0x31),
+            ),
         ]
     }
 }

@@ -1,7 +1,6 @@
 //! The AVX-512 kernel of the encoder: 128 symbols at a time become eight records of 16 (or 16 of 8, or 32 of 4), which a scalar loop strings together.
 //!
-//! In: a code whose codes are numbers below 256. Out: the same bit strings as the scalar kernel's. What can fail: a symbol without a code, which has length 0 in
-//! the tables.
+//! In: any code. Out: the same bit strings as the scalar kernel's. What can fail: a symbol without a code, which has length 0 in the tables.
 //!
 //! As the AVX2 kernel, whose file says why; but one permutation looks up 128 entries, so that any alphabet does, and lanes of 16 bits can be shifted each by
 //! its own count.
@@ -23,14 +22,19 @@ const DENSEST: usize = STEP / 4;
 
 type Records = super::encode::Records<DENSEST>;
 
-/// Encodes four quarters into four slots; None when a symbol has no code. The outer None: this kernel does not suit the code.
+/// Encodes four quarters into four slots; None when a symbol has no code.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,bmi1,bmi2")]
-pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<Option<[usize; 4]>> {
-    if !code.fits_bytes {
-        return None;
-    }
+pub(super) fn encode(
+    code: &Code,
+    quarters: [&[u8]; 4],
+    slots: &mut [&mut Slot; 4],
+) -> Option<[usize; 4]> {
     let is_low = code.lengths[128..].iter().all(|&length| length == 0);
-    let encode = match (is_low, fit_a_record(code, 16.0, 2.4), fit_a_record(code, 8.0, 2.4)) {
+    let encode = match (
+        is_low,
+        fit_a_record(code, 16.0, 2.4),
+        fit_a_record(code, 8.0, 2.4),
+    ) {
         (true, true, _) => encode_with::<true, SPARSE>,
         (true, false, true) => encode_with::<true, DENSE>,
         (true, false, false) => encode_with::<true, DENSEST>,
@@ -38,8 +42,7 @@ pub(super) fn encode(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 
         (false, false, true) => encode_with::<false, DENSE>,
         (false, false, false) => encode_with::<false, DENSEST>,
     };
-    // SAFETY: this function has the same features.
-    Some(unsafe { encode(code, quarters, slots) })
+    encode(code, quarters, slots)
 }
 
 /// `LOW`: all symbols with a code are below 128.
@@ -51,8 +54,10 @@ fn encode_with<const LOW: bool, const RECORDS: usize>(
 ) -> Option<[usize; 4]> {
     let tables = Tables::<LOW>::of(code);
     let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] = pair::<LOW, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] = pair::<LOW, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
+    let [len0, len1] =
+        pair::<LOW, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
+    let [len2, len3] =
+        pair::<LOW, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
     Some([len0, len1, len2, len3])
 }
 
@@ -66,7 +71,8 @@ fn pair<const LOW: bool, const RECORDS: usize>(
     slot1: &mut Slot,
 ) -> Option<[usize; 2]> {
     let steps = symbols[0].len().min(symbols[1].len()) / STEP;
-    let [(rest0, whole0), (rest1, whole1)] = symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
+    let [(rest0, whole0), (rest1, whole1)] =
+        symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
     let (steps0, steps1) = (whole0.as_chunks::<STEP>().0, whole1.as_chunks::<STEP>().0);
     let mut seen = Seen::nothing();
     // Records are appended one step later than they are made, so that the CPU can do both at a time.
@@ -103,7 +109,10 @@ struct Seen {
 impl Seen {
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn nothing() -> Self {
-        Self { length: _mm512_set1_epi8(-1), symbols: _mm512_setzero_si512() }
+        Self {
+            length: _mm512_set1_epi8(-1),
+            symbols: _mm512_setzero_si512(),
+        }
     }
 }
 
@@ -116,15 +125,24 @@ struct Tables<const LOW: bool> {
 impl<const LOW: bool> Tables<LOW> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn of(code: &Code) -> Self {
-        let codes = code.codes.map(|code| (code & 0xff) as u8);
         let load = |table: &[u8; 256], quarter: usize| {
             let entries = &table[64 * quarter..][..64];
             // SAFETY: 64 readable bytes.
             unsafe { _mm512_loadu_si512(entries.as_ptr().cast()) }
         };
         Self {
-            codes: [load(&codes, 0), load(&codes, 1), load(&codes, 2), load(&codes, 3)],
-            lengths: [load(&code.lengths, 0), load(&code.lengths, 1), load(&code.lengths, 2), load(&code.lengths, 3)],
+            codes: [
+                load(&code.codes, 0),
+                load(&code.codes, 1),
+                load(&code.codes, 2),
+                load(&code.codes, 3),
+            ],
+            lengths: [
+                load(&code.lengths, 0),
+                load(&code.lengths, 1),
+                load(&code.lengths, 2),
+                load(&code.lengths, 3),
+            ],
         }
     }
 
@@ -144,7 +162,12 @@ impl<const LOW: bool> Tables<LOW> {
     fn step(&self, step: &[u8; STEP], seen: &mut Seen) -> [Looked; 2] {
         let (low, high) = step.split_at(64);
         // SAFETY: each half of a step is 64 readable bytes.
-        let (low, high) = unsafe { (_mm512_loadu_si512(low.as_ptr().cast()), _mm512_loadu_si512(high.as_ptr().cast())) };
+        let (low, high) = unsafe {
+            (
+                _mm512_loadu_si512(low.as_ptr().cast()),
+                _mm512_loadu_si512(high.as_ptr().cast()),
+            )
+        };
         let looked = [low, high].map(|symbols| {
             let lengths = Self::look_up(&self.lengths, symbols);
             Looked {
@@ -154,7 +177,10 @@ impl<const LOW: bool> Tables<LOW> {
                 pair_lengths: _mm512_maddubs_epi16(lengths, _mm512_set1_epi8(1)),
             }
         });
-        seen.length = _mm512_min_epu8(seen.length, _mm512_min_epu8(looked[0].lengths, looked[1].lengths));
+        seen.length = _mm512_min_epu8(
+            seen.length,
+            _mm512_min_epu8(looked[0].lengths, looked[1].lengths),
+        );
         seen.symbols = _mm512_or_si512(seen.symbols, _mm512_or_si512(low, high));
         looked
     }
@@ -187,15 +213,32 @@ fn hold<const RECORDS: usize>(step: &[Looked; 2], records: &mut Records) {
         let wide_pairs = _mm512_cmpgt_epi16_mask(pair_lengths, _mm512_set1_epi16(16)) != 0;
         let zero = _mm512_setzero_si512();
         let (low_codes, high_codes) = (low.eights(), high.eights());
-        let (low_lengths, high_lengths) = (_mm512_sad_epu8(low.lengths, zero), _mm512_sad_epu8(high.lengths, zero));
+        let (low_lengths, high_lengths) = (
+            _mm512_sad_epu8(low.lengths, zero),
+            _mm512_sad_epu8(high.lengths, zero),
+        );
         if RECORDS == SPARSE {
             let evens = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
             let odds = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
             let later_lengths = _mm512_permutex2var_epi64(low_lengths, odds, high_lengths);
-            let lengths = _mm512_add_epi64(_mm512_permutex2var_epi64(low_lengths, evens, high_lengths), later_lengths);
+            let lengths = _mm512_add_epi64(
+                _mm512_permutex2var_epi64(low_lengths, evens, high_lengths),
+                later_lengths,
+            );
             if !wide_pairs && !exceed(lengths) {
-                let earlier = shift_left_64(_mm512_permutex2var_epi64(low_codes, evens, high_codes), later_lengths);
-                put(records, 0, _mm512_or_si512(earlier, _mm512_permutex2var_epi64(low_codes, odds, high_codes)), lengths);
+                let earlier = shift_left_64(
+                    _mm512_permutex2var_epi64(low_codes, evens, high_codes),
+                    later_lengths,
+                );
+                put(
+                    records,
+                    0,
+                    _mm512_or_si512(
+                        earlier,
+                        _mm512_permutex2var_epi64(low_codes, odds, high_codes),
+                    ),
+                    lengths,
+                );
                 records.count = SPARSE;
                 return;
             }
@@ -229,7 +272,10 @@ fn put(records: &mut Records, start: usize, codes: __m512i, lengths: __m512i) {
     // SAFETY: both slices are of eight words, 64 writable bytes.
     unsafe {
         _mm512_storeu_si512(records.codes[start..start + 8].as_mut_ptr().cast(), codes);
-        _mm512_storeu_si512(records.lengths[start..start + 8].as_mut_ptr().cast(), lengths);
+        _mm512_storeu_si512(
+            records.lengths[start..start + 8].as_mut_ptr().cast(),
+            lengths,
+        );
     }
 }
 
@@ -239,7 +285,10 @@ impl Looked {
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn eights(&self) -> __m512i {
         let earlier = _mm512_and_si512(self.codes, _mm512_set1_epi16(0xff));
-        let pairs = _mm512_or_si512(shift_left_16(earlier, self.later_lengths), _mm512_srli_epi16(self.codes, 8));
+        let pairs = _mm512_or_si512(
+            shift_left_16(earlier, self.later_lengths),
+            _mm512_srli_epi16(self.codes, 8),
+        );
         let earlier = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
         let fours = _mm512_or_si512(
             shift_left_32(earlier, _mm512_srli_epi32(self.pair_lengths, 16)),
@@ -256,15 +305,27 @@ impl Looked {
         let zero = _mm512_setzero_si512();
         let pairs = |codes: __m512i, later_lengths: __m512i| {
             let earlier = _mm512_and_si512(codes, _mm512_set1_epi32(0xffff));
-            _mm512_or_si512(shift_left_32(earlier, later_lengths), _mm512_srli_epi32(codes, 16))
+            _mm512_or_si512(
+                shift_left_32(earlier, later_lengths),
+                _mm512_srli_epi32(codes, 16),
+            )
         };
-        let pairs_low = pairs(_mm512_unpacklo_epi8(self.codes, zero), _mm512_unpacklo_epi16(self.later_lengths, zero));
-        let pairs_high = pairs(_mm512_unpackhi_epi8(self.codes, zero), _mm512_unpackhi_epi16(self.later_lengths, zero));
+        let pairs_low = pairs(
+            _mm512_unpacklo_epi8(self.codes, zero),
+            _mm512_unpacklo_epi16(self.later_lengths, zero),
+        );
+        let pairs_high = pairs(
+            _mm512_unpackhi_epi8(self.codes, zero),
+            _mm512_unpackhi_epi16(self.later_lengths, zero),
+        );
         let later_lengths = _mm512_srli_epi32(self.pair_lengths, 16);
         let codes_low = join_64(pairs_low, _mm512_unpacklo_epi32(later_lengths, zero));
         let codes_high = join_64(pairs_high, _mm512_unpackhi_epi32(later_lengths, zero));
         let lengths = _mm512_madd_epi16(self.pair_lengths, _mm512_set1_epi16(1));
-        let (lengths_low, lengths_high) = (_mm512_unpacklo_epi32(lengths, zero), _mm512_unpackhi_epi32(lengths, zero));
+        let (lengths_low, lengths_high) = (
+            _mm512_unpacklo_epi32(lengths, zero),
+            _mm512_unpackhi_epi32(lengths, zero),
+        );
         // Unpacking works within lanes of 128 bits: the low ones hold four symbols' codes 0, 1, then 4, 5, and so on; the high ones 2, 3, then 6, 7.
         let first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
         let second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
@@ -282,7 +343,10 @@ impl Looked {
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn join_64(halves: __m512i, later_lengths: __m512i) -> __m512i {
     let earlier = _mm512_and_si512(halves, _mm512_set1_epi64(0xffff_ffff));
-    _mm512_or_si512(shift_left_64(earlier, later_lengths), _mm512_srli_epi64(halves, 32))
+    _mm512_or_si512(
+        shift_left_64(earlier, later_lengths),
+        _mm512_srli_epi64(halves, 32),
+    )
 }
 
 /// Lanes of 16 bits shifted left by less than 16, or to a value of no meaning. An instruction of its own: the intrinsic becomes three, since a shift by all

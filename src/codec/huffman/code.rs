@@ -12,10 +12,8 @@ use super::header::{self, Header};
 pub struct Code {
     /// Length of each symbol's code in bits; 0 for a symbol without one.
     pub(super) lengths: [u8; 256],
-    /// The codes, right-aligned.
-    pub(super) codes: [u16; 256],
-    /// Whether every code is a number below 256, however long: so it is unless rare symbols take up much of the code.
-    pub(super) fits_bytes: bool,
+    /// The codes, right-aligned. A byte holds them all: those of one length and over are numbered from 0, and there are 256 symbols at most.
+    pub(super) codes: [u8; 256],
     /// Mean of a symbol's length over the histogram, and the variance.
     pub(super) mean_bits: f64,
     pub(super) variance: f64,
@@ -70,7 +68,6 @@ impl Code {
         let mean_bits: f64 = bits / total;
         let codes = canonical(&lengths, &depth_counts);
         Some(Self {
-            fits_bytes: codes.iter().all(|&code| code < 256),
             codes,
             lengths,
             mean_bits,
@@ -142,10 +139,16 @@ fn limit(clamped: &DepthCounts) -> DepthCounts {
     let mut counts = *clamped;
     let deepest = usize::from(CODE_BITS_MAX);
     let room: u32 = 1 << CODE_BITS_MAX;
-    let taken: u32 = (0..).zip(&counts).map(|(depth, &count)| (u32::from(count) << deepest) >> depth).sum();
+    let taken: u32 = (0..)
+        .zip(&counts)
+        .map(|(depth, &count)| (u32::from(count) << deepest) >> depth)
+        .sum();
     // Every step frees one of the 2^11 places.
     for _ in room..taken {
-        let depth = (1..deepest).rev().find(|&depth| counts[depth] > 0).expect("256 leaves fit 2^11 places");
+        let depth = (1..deepest)
+            .rev()
+            .find(|&depth| counts[depth] > 0)
+            .expect("256 leaves fit 2^11 places");
         counts[depth] -= 1;
         counts[depth + 1] += 2;
         counts[deepest] -= 1;
@@ -154,7 +157,7 @@ fn limit(clamped: &DepthCounts) -> DepthCounts {
 }
 
 /// The codes that a decoder infers: longest first from 0 up, in symbol order where lengths are equal.
-fn canonical(lengths: &[u8; 256], depth_counts: &DepthCounts) -> [u16; 256] {
+fn canonical(lengths: &[u8; 256], depth_counts: &DepthCounts) -> [u8; 256] {
     let mut next = [0u16; CODE_BITS_MAX as usize + 1];
     let mut first = 0;
     for length in (1..next.len()).rev() {
@@ -165,7 +168,7 @@ fn canonical(lengths: &[u8; 256], depth_counts: &DepthCounts) -> [u16; 256] {
     for (code, &length) in codes.iter_mut().zip(lengths) {
         if length > 0 {
             let next = &mut next[usize::from(length)];
-            *code = *next;
+            *code = (*next & 0xff) as u8;
             *next += 1;
         }
     }

@@ -6,7 +6,10 @@
 //! A bit string is read from its end; the next 11 bits are an index into a table. The safe kernel finds one symbol there. The other finds every symbol
 //! that those bits determine, up to six, and pays where codes are short.
 
-#![allow(unsafe_code, reason = "the fence: reads and writes whose bounds are checked for many symbols at a time")]
+#![allow(
+    unsafe_code,
+    reason = "the fence: reads and writes whose bounds are checked for many symbols at a time"
+)]
 
 use super::{CODE_BITS_MAX, JUMP_TABLE_LEN, SYMBOLS_MAX, header};
 
@@ -34,13 +37,15 @@ pub struct Table {
 
 impl std::fmt::Debug for Table {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Table").field("kernel", &self.kernel).finish_non_exhaustive()
+        f.debug_struct("Table")
+            .field("kernel", &self.kernel)
+            .finish_non_exhaustive()
     }
 }
 
 /// Which code reads the bit strings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kernel {
+pub(crate) enum Kernel {
     /// A symbol at a time.
     Portable,
     /// Several symbols at a time where codes are short, else as Portable; compiled for shifts that take their count from any register.
@@ -50,10 +55,13 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel that this CPU can run, best last.
-    pub fn available() -> Vec<Self> {
+    pub(crate) fn available() -> Vec<Self> {
         let mut kernels = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2") {
+        if is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2")
+        {
             kernels.push(Self::Avx2);
         }
         kernels
@@ -74,7 +82,7 @@ impl Table {
     }
 
     /// A decoder with this kernel.
-    pub fn with_kernel(kernel: Kernel) -> Self {
+    pub(crate) fn with_kernel(kernel: Kernel) -> Self {
         Self {
             single: Box::new([0; ENTRIES]),
             multi: Box::new([0; ENTRIES]),
@@ -129,7 +137,9 @@ impl Table {
             Kernel::Portable => rows(&self.single, &mut readers, &mut parts),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the kernel was chosen because the CPU has these features.
-            Kernel::Avx2 if self.has_multi => unsafe { multi_rows(&self.multi, &mut readers, &mut parts) },
+            Kernel::Avx2 if self.has_multi => unsafe {
+                multi_rows(&self.multi, &mut readers, &mut parts)
+            },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Kernel::Avx2 => unsafe { rows_avx2(&self.single, &mut readers, &mut parts) },
@@ -152,7 +162,11 @@ impl Table {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,bmi1,bmi2")]
     fn fill_multi(&mut self, sorted: &Sorted) {
-        if sorted.symbols().last().is_some_and(|&(_, length)| length == 1) {
+        if sorted
+            .symbols()
+            .last()
+            .is_some_and(|&(_, length)| length == 1)
+        {
             self.fill_multi_greedily();
         } else {
             self.fill_multi_by_levels(sorted);
@@ -194,7 +208,9 @@ impl Table {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,bmi1,bmi2")]
 fn fill_level(known: u32, sorted: &Sorted, earlier: &[u64], level: &mut [u64]) {
-    let longer = sorted.symbols().partition_point(|&(_, length)| u32::from(length) > known);
+    let longer = sorted
+        .symbols()
+        .partition_point(|&(_, length)| u32::from(length) > known);
     let (longer, symbols) = sorted.symbols().split_at(longer);
     // Longer codes are the lowest; of those, too few bits are known.
     let undetermined: usize = longer.iter().map(|&(_, length)| ENTRIES >> length).sum();
@@ -246,7 +262,10 @@ impl Sorted {
 
     /// Mean length of the symbols that this code would be the best for.
     fn mean_bits(&self) -> f64 {
-        self.symbols().iter().map(|&(_, length)| f64::from(length) / f64::from(1 << length)).sum()
+        self.symbols()
+            .iter()
+            .map(|&(_, length)| f64::from(length) / f64::from(1 << length))
+            .sum()
     }
 }
 
@@ -269,7 +288,10 @@ struct Window {
 const WINDOW_LEN: usize = 8;
 
 impl<'a> Reader<'a> {
-    const EMPTY: Self = Self { bytes: &[], left: 0 };
+    const EMPTY: Self = Self {
+        bytes: &[],
+        left: 0,
+    };
 
     /// None when there is no 1 bit to end the bit string.
     fn of(bytes: &'a [u8]) -> Option<Self> {
@@ -282,7 +304,10 @@ impl<'a> Reader<'a> {
     fn window(&self) -> Option<Window> {
         let at = self.bytes.len().checked_sub(WINDOW_LEN)?;
         let read = self.bytes.len() * 8 - self.left;
-        Some(Window { bits: (self.word(at) | 1) << read, at })
+        Some(Window {
+            bits: (self.word(at) | 1) << read,
+            at,
+        })
     }
 
     #[inline(always)]
@@ -299,7 +324,12 @@ impl<'a> Reader<'a> {
 
     /// The next 11 bits; 0 for those beyond the end.
     fn peek(&self) -> usize {
-        let byte = |back: usize| self.left.div_ceil(8).checked_sub(back).map_or(0, |at| u32::from(self.bytes[at]));
+        let byte = |back: usize| {
+            self.left
+                .div_ceil(8)
+                .checked_sub(back)
+                .map_or(0, |at| u32::from(self.bytes[at]))
+        };
         let word = byte(1) << 24 | byte(2) << 16 | byte(3) << 8;
         (word << (self.left.wrapping_neg() % 8) >> (u32::BITS - INDEX_BITS)) as usize
     }
@@ -318,15 +348,31 @@ impl<'a> Reader<'a> {
 
 /// Decodes rows of five symbols of each bit string, one symbol at a time, as long as every window can be filled. Gives how many of each part are done.
 #[inline(always)]
-fn rows(single: &[u16; ENTRIES], readers: &mut [Reader<'_>; 4], parts: &mut [&mut [u8]; 4]) -> [usize; 4] {
-    let [Some(mut window0), Some(mut window1), Some(mut window2), Some(mut window3)] = readers.each_ref().map(Reader::window) else {
+fn rows(
+    single: &[u16; ENTRIES],
+    readers: &mut [Reader<'_>; 4],
+    parts: &mut [&mut [u8]; 4],
+) -> [usize; 4] {
+    let [
+        Some(mut window0),
+        Some(mut window1),
+        Some(mut window2),
+        Some(mut window3),
+    ] = readers.each_ref().map(Reader::window)
+    else {
         return [0; 4];
     };
     let [reader0, reader1, reader2, reader3] = *readers;
     let [part0, part1, part2, part3] = parts;
     let mut done = 0;
-    let rows = part0.as_chunks_mut::<ROW>().0.iter_mut().zip(part1.as_chunks_mut::<ROW>().0);
-    let rows = rows.zip(part2.as_chunks_mut::<ROW>().0).zip(part3.as_chunks_mut::<ROW>().0);
+    let rows = part0
+        .as_chunks_mut::<ROW>()
+        .0
+        .iter_mut()
+        .zip(part1.as_chunks_mut::<ROW>().0);
+    let rows = rows
+        .zip(part2.as_chunks_mut::<ROW>().0)
+        .zip(part3.as_chunks_mut::<ROW>().0);
     for (((row0, row1), row2), row3) in rows {
         if window0.at.min(window1.at).min(window2.at).min(window3.at) < WINDOW_LEN {
             break;
@@ -351,7 +397,11 @@ fn rows(single: &[u16; ENTRIES], readers: &mut [Reader<'_>; 4], parts: &mut [&mu
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,bmi1,bmi2")]
-fn rows_avx2(single: &[u16; ENTRIES], readers: &mut [Reader<'_>; 4], parts: &mut [&mut [u8]; 4]) -> [usize; 4] {
+fn rows_avx2(
+    single: &[u16; ENTRIES],
+    readers: &mut [Reader<'_>; 4],
+    parts: &mut [&mut [u8]; 4],
+) -> [usize; 4] {
     rows(single, readers, parts)
 }
 
@@ -380,8 +430,14 @@ const MULTI_ROOM: usize = ROW * ENTRY_SYMBOLS_MAX + 2;
 /// is near its end. Gives how many symbols of each part are done.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,bmi1,bmi2")]
-fn multi_rows(multi: &[u64; ENTRIES], readers: &mut [Reader<'_>; 4], parts: &mut [&mut [u8]; 4]) -> [usize; 4] {
-    let [Some(window0), Some(window1), Some(window2), Some(window3)] = readers.each_ref().map(Reader::window) else {
+fn multi_rows(
+    multi: &[u64; ENTRIES],
+    readers: &mut [Reader<'_>; 4],
+    parts: &mut [&mut [u8]; 4],
+) -> [usize; 4] {
+    let [Some(window0), Some(window1), Some(window2), Some(window3)] =
+        readers.each_ref().map(Reader::window)
+    else {
         return [0; 4];
     };
     let mut windows = [window0, window1, window2, window3];
@@ -389,7 +445,8 @@ fn multi_rows(multi: &[u64; ENTRIES], readers: &mut [Reader<'_>; 4], parts: &mut
     loop {
         let mut rows = usize::MAX;
         for string in 0..4 {
-            let room = (parts[string].len() - done[string]).saturating_sub(2) / (ROW * ENTRY_SYMBOLS_MAX);
+            let room =
+                (parts[string].len() - done[string]).saturating_sub(2) / (ROW * ENTRY_SYMBOLS_MAX);
             rows = rows.min(room).min(windows[string].at / (WINDOW_LEN - 1));
         }
         if rows == 0 {
@@ -438,7 +495,8 @@ unsafe fn multi_rows_unchecked(
 ) -> [*mut u8; 4] {
     let [mut bits0, mut bits1, mut bits2, mut bits3] = windows.map(|window| window.bits);
     // SAFETY: a window lies within its reader.
-    let [mut in0, mut in1, mut in2, mut in3] = [0, 1, 2, 3].map(|string| unsafe { readers[string].bytes.as_ptr().add(windows[string].at) });
+    let [mut in0, mut in1, mut in2, mut in3] = [0, 1, 2, 3]
+        .map(|string| unsafe { readers[string].bytes.as_ptr().add(windows[string].at) });
     let [mut out0, mut out1, mut out2, mut out3] = outs;
     macro_rules! refill {
         ($bits:ident, $in:ident) => {
@@ -473,7 +531,10 @@ unsafe fn multi_rows_unchecked(
             take!(bits3, out3);
         }
     }
-    for (string, (bits, input)) in [(bits0, in0), (bits1, in1), (bits2, in2), (bits3, in3)].into_iter().enumerate() {
+    for (string, (bits, input)) in [(bits0, in0), (bits1, in1), (bits2, in2), (bits3, in3)]
+        .into_iter()
+        .enumerate()
+    {
         // SAFETY: it points into the reader's bytes.
         let at = unsafe { input.offset_from_unsigned(readers[string].bytes.as_ptr()) };
         windows[string] = Window { bits, at };

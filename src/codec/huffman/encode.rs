@@ -6,10 +6,10 @@
 //!
 //! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
 
-#[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512};
 use super::code::Code;
 use super::{JUMP_TABLE_LEN, SYMBOLS_MAX, quarters};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
 
 /// Positions in a slot: a power of two over the longest bit string (11 bits for each of 32 Ki symbols), so that a position needs no check but a mask.
 const SLOT_LEN: usize = 1 << 16;
@@ -31,29 +31,31 @@ pub struct Coder {
 
 impl std::fmt::Debug for Coder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Coder").field("kernel", &self.kernel).finish_non_exhaustive()
+        f.debug_struct("Coder")
+            .field("kernel", &self.kernel)
+            .finish_non_exhaustive()
     }
 }
 
 /// Which code writes the bit strings. They all write the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kernel {
+pub(crate) enum Kernel {
     /// One symbol after the other, without anything that a CPU may lack.
     Portable,
     /// The same, compiled for shifts that take their count from any register.
     #[cfg(target_arch = "x86_64")]
     Bmi2,
-    /// 64 symbols at a time where the code lies within a few tables of 16, else as Bmi2.
+    /// 64 symbols at a time where codes are short and symbols lie within a few stretches of 16, else as Bmi2.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// 128 symbols at a time where codes are numbers below 256, else as Bmi2.
+    /// 128 symbols at a time.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
 
 impl Kernel {
     /// Every kernel that this CPU can run, best last.
-    pub fn available() -> Vec<Self> {
+    pub(crate) fn available() -> Vec<Self> {
         let mut kernels = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2") {
@@ -86,7 +88,7 @@ impl Coder {
     }
 
     /// A coder with this kernel.
-    pub fn with_kernel(kernel: Kernel) -> Self {
+    pub(crate) fn with_kernel(kernel: Kernel) -> Self {
         Self {
             slots: vec![0; 4 * SLOT_STRIDE].into(),
             kernel,
@@ -126,9 +128,7 @@ impl Coder {
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512 => {
                 // SAFETY: as above.
-                let encoded = unsafe { avx512::encode(code, quarters, &mut slots) };
-                // SAFETY: as above.
-                encoded.unwrap_or_else(|| unsafe { scalar_bmi2(code, quarters, &mut slots) })
+                unsafe { avx512::encode(code, quarters, &mut slots) }
             }
         }?;
 
@@ -152,9 +152,11 @@ const COUNT_BIT: u32 = 8;
 
 /// An entry: the code at the top, a 1 for the count of symbols, the code's length in the lowest byte. 0 for a symbol without a code.
 #[inline(always)]
-fn entry(code: u16, length: u8) -> u64 {
+fn entry(code: u8, length: u8) -> u64 {
     // A length of 0 would shift by 64; such a symbol has code 0 in any case.
-    u64::from(code).wrapping_shl(u32::from(length).wrapping_neg()) | u64::from(length > 0) << COUNT_BIT | u64::from(length)
+    u64::from(code).wrapping_shl(u32::from(length).wrapping_neg())
+        | u64::from(length > 0) << COUNT_BIT
+        | u64::from(length)
 }
 
 const LENGTH_MASK: u64 = 0xff;
@@ -172,7 +174,11 @@ pub(super) struct BitString {
 }
 
 impl BitString {
-    const EMPTY: Self = Self { pending: 0, sum: 0, len: 0 };
+    const EMPTY: Self = Self {
+        pending: 0,
+        sum: 0,
+        len: 0,
+    };
     /// Symbols that can be appended between two flushes: 7 pending bits and five codes of 11 are 62.
     const PER_FLUSH: usize = 5;
 
@@ -186,7 +192,8 @@ impl BitString {
     /// The fifth symbol of a row: its length would touch bits that are pending.
     #[inline(always)]
     fn push_clean(&mut self, entry: u64) {
-        self.pending = self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | 1 << COUNT_BIT);
+        self.pending =
+            self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | 1 << COUNT_BIT);
         self.sum = self.sum.wrapping_add(entry);
     }
 
@@ -201,7 +208,13 @@ impl BitString {
     }
 
     /// Appends `rest`, which stands in front of what was appended, and ends the bit string. Gives its length, or None when not all of `count` symbols had a code.
-    pub(super) fn end_with(mut self, code: &Code, count: usize, rest: &[u8], slot: &mut Slot) -> Option<usize> {
+    pub(super) fn end_with(
+        mut self,
+        code: &Code,
+        count: usize,
+        rest: &[u8],
+        slot: &mut Slot,
+    ) -> Option<usize> {
         for &symbol in rest.iter().rev() {
             let symbol = usize::from(symbol);
             self.push_clean(entry(code.codes[symbol], code.lengths[symbol]));
@@ -217,7 +230,11 @@ impl BitString {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "bmi1,bmi2")]
-fn scalar_bmi2(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
+fn scalar_bmi2(
+    code: &Code,
+    quarters: [&[u8]; 4],
+    slots: &mut [&mut Slot; 4],
+) -> Option<[usize; 4]> {
     scalar(code, quarters, slots)
 }
 
@@ -235,13 +252,21 @@ fn scalar(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Opti
 }
 
 #[inline(always)]
-fn scalar_pair(code: &Code, entries: &[u64; 256], symbols: [&[u8]; 2], slot0: &mut Slot, slot1: &mut Slot) -> Option<[usize; 2]> {
+fn scalar_pair(
+    code: &Code,
+    entries: &[u64; 256],
+    symbols: [&[u8]; 2],
+    slot0: &mut Slot,
+    slot1: &mut Slot,
+) -> Option<[usize; 2]> {
     let entry = |symbol: u8| entries[usize::from(symbol)];
     let [mut string0, mut string1] = [BitString::EMPTY; 2];
     let rows = symbols[1].len().min(symbols[0].len()) / BitString::PER_FLUSH;
     let [(rest0, rows0), (rest1, rows1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - rows * BitString::PER_FLUSH));
-    for ([a0, b0, c0, d0, e0], [a1, b1, c1, d1, e1]) in rows0.as_chunks().0.iter().zip(rows1.as_chunks().0).rev() {
+    for ([a0, b0, c0, d0, e0], [a1, b1, c1, d1, e1]) in
+        rows0.as_chunks().0.iter().zip(rows1.as_chunks().0).rev()
+    {
         string0.push(entry(*e0));
         string1.push(entry(*e1));
         string0.push(entry(*d0));
@@ -283,7 +308,8 @@ pub(super) const RECORD_BITS_MAX: i32 = 56;
 
 /// Whether so many symbols together fit a record unless they are longer than the mean by more than so many standard deviations.
 pub(super) fn fit_a_record(code: &Code, symbols: f64, deviations: f64) -> bool {
-    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt() < f64::from(RECORD_BITS_MAX)
+    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt()
+        < f64::from(RECORD_BITS_MAX)
 }
 
 /// A bit string that grows by records: here the oldest pending bit is the lowest.
@@ -295,7 +321,11 @@ pub(super) struct RecordString {
 }
 
 impl RecordString {
-    pub(super) const EMPTY: Self = Self { pending: 0, pending_bits: 0, len: 0 };
+    pub(super) const EMPTY: Self = Self {
+        pending: 0,
+        pending_bits: 0,
+        len: 0,
+    };
 
     #[inline(always)]
     fn append(&mut self, code: u64, length: u64, slot: &mut Slot) {
@@ -310,13 +340,23 @@ impl RecordString {
 
     /// Appends `records`, the last one first; mostly there are `USUAL` of them.
     #[inline(always)]
-    pub(super) fn append_all<const USUAL: usize, const MAX: usize>(&mut self, records: &Records<MAX>, slot: &mut Slot) {
+    pub(super) fn append_all<const USUAL: usize, const MAX: usize>(
+        &mut self,
+        records: &Records<MAX>,
+        slot: &mut Slot,
+    ) {
         if records.count == USUAL {
             for index in (0..USUAL).rev() {
                 self.append(records.codes[index], records.lengths[index], slot);
             }
         } else {
-            for (&code, &length) in records.codes.iter().zip(&records.lengths).take(records.count).rev() {
+            for (&code, &length) in records
+                .codes
+                .iter()
+                .zip(&records.lengths)
+                .take(records.count)
+                .rev()
+            {
                 self.append(code, length, slot);
             }
         }
@@ -324,8 +364,15 @@ impl RecordString {
 
     /// The same bit string for the scalar kernel, which counts on from `count` symbols.
     pub(super) fn into_bit_string(self, count: usize) -> BitString {
-        let pending = if self.pending_bits == 0 { 0 } else { self.pending << (64 - self.pending_bits) };
-        BitString { pending, sum: (count as u64) << COUNT_BIT | self.pending_bits, len: self.len }
+        let pending = if self.pending_bits == 0 {
+            0
+        } else {
+            self.pending << (64 - self.pending_bits)
+        };
+        BitString {
+            pending,
+            sum: (count as u64) << COUNT_BIT | self.pending_bits,
+            len: self.len,
+        }
     }
 }
-

@@ -33,7 +33,9 @@ impl Header {
 
 /// Whether there is a description of a code with these lengths in any case: the four-bit form.
 pub(super) fn is_surely_possible(lengths: &[u8; 256]) -> bool {
-    lengths[DIRECT_WEIGHTS_MAX + 1..].iter().all(|&length| length == 0)
+    lengths[DIRECT_WEIGHTS_MAX + 1..]
+        .iter()
+        .all(|&length| length == 0)
 }
 
 /// The description of a complete code with these lengths; None when neither form can express it.
@@ -46,7 +48,10 @@ pub(super) fn of(lengths: &[u8; 256]) -> Option<Header> {
     }
     let weights = &weights[..last];
 
-    let mut header = Header { bytes: [0; DIRECT_BASE + 1], len: 0 };
+    let mut header = Header {
+        bytes: [0; DIRECT_BASE + 1],
+        len: 0,
+    };
     let direct_len = (last <= DIRECT_WEIGHTS_MAX).then_some(last.div_ceil(2));
     let shorter_than = direct_len.unwrap_or(DIRECT_BASE + 1);
     if let Some(coded_len) = fse_write(weights, &mut header.bytes[1..], shorter_than) {
@@ -122,7 +127,12 @@ struct BitWriter<'a> {
 
 impl<'a> BitWriter<'a> {
     fn new(out: &'a mut [u8]) -> Self {
-        Self { out, len: 0, pending: 0, pending_bits: 0 }
+        Self {
+            out,
+            len: 0,
+            pending: 0,
+            pending_bits: 0,
+        }
     }
 
     /// Up to 16 bits; false when `out` is full.
@@ -171,12 +181,18 @@ impl Distribution {
         if total < 3 || counts.contains(&total) {
             return None;
         }
-        let bits = if total > 64 { FSE_BITS_MAX } else { FSE_BITS_MIN };
+        let bits = if total > 64 {
+            FSE_BITS_MAX
+        } else {
+            FSE_BITS_MIN
+        };
         let mut left = 1i16 << bits;
         let mut places = [0; WEIGHT_COUNT];
         for (place, &count) in places.iter_mut().zip(&counts) {
             if count > 0 {
-                *place = i16::try_from(((count << bits) + total / 2) / total).ok()?.max(1);
+                *place = i16::try_from(((count << bits) + total / 2) / total)
+                    .ok()?
+                    .max(1);
                 left -= *place;
             }
         }
@@ -231,10 +247,16 @@ impl Distribution {
             if value >= threshold {
                 value += slack;
             }
-            fits &= out.put(u32::from(value.unsigned_abs()), bits - u32::from(value < slack));
+            fits &= out.put(
+                u32::from(value.unsigned_abs()),
+                bits - u32::from(value < slack),
+            );
             if places == 0 {
                 // How many more of these follow, two bits at a time; 3 says "and on".
-                let run = self.places[weight..].iter().take_while(|&&places| places == 0).count();
+                let run = self.places[weight..]
+                    .iter()
+                    .take_while(|&&places| places == 0)
+                    .count();
                 weight += run;
                 for _ in 0..run / 3 {
                     fits &= out.put(3, 2);
@@ -273,7 +295,11 @@ impl Distribution {
                 low
             } else {
                 position += value_bits as usize;
-                if read >= threshold { read - slack } else { read }
+                if read >= threshold {
+                    read - slack
+                } else {
+                    read
+                }
             };
             *place = value - 1;
             remaining -= place.abs();
@@ -383,7 +409,9 @@ fn fse_read(bytes: &[u8], weights: &mut [u8; 256]) -> Option<usize> {
     }
 
     let bits = distribution.bits;
-    let mut next = distribution.places.map(|places| u32::from(places.unsigned_abs()));
+    let mut next = distribution
+        .places
+        .map(|places| u32::from(places.unsigned_abs()));
     let mut steps = [(0u8, 0u32, 0u32); 1 << FSE_BITS_MAX];
     for (step, &weight) in steps[..1 << bits].iter_mut().zip(&distribution.spread()) {
         let next = &mut next[usize::from(weight)];
