@@ -199,9 +199,10 @@ impl<const TABLES: usize> Tables<TABLES> {
                     (code.codes[symbol], code.lengths[symbol]);
             }
         }
-        // SAFETY: an array of 16 bytes is 128 readable bits.
         let load = |table: [u8; 16]| {
-            _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
+            // SAFETY: an array of 16 bytes is 128 readable bits.
+            let table = unsafe { _mm_loadu_si128(table.as_ptr().cast()) };
+            _mm256_broadcastsi128_si256(table)
         };
         Self {
             below: _mm256_set1_epi8(windows.below.cast_signed()),

@@ -6,6 +6,11 @@
 //!
 //! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
 
+#![allow(
+    unsafe_code,
+    reason = "the fence: calls of kernels that need what not every CPU has"
+)]
+
 use super::code::Code;
 use super::{JUMP_TABLE_LEN, SYMBOLS_MAX, quarters};
 #[cfg(target_arch = "x86_64")]
@@ -185,22 +190,21 @@ impl BitString {
     /// Leaves the entry's low bits in the accumulator, where no pending ones are as long as these are fewer than 55.
     #[inline(always)]
     fn push(&mut self, entry: u64) {
-        self.pending = self.pending.wrapping_shr(entry as u32) | entry;
+        self.pending = (self.pending >> (entry & 63)) | entry;
         self.sum = self.sum.wrapping_add(entry);
     }
 
     /// The fifth symbol of a row: its length would touch bits that are pending.
     #[inline(always)]
     fn push_clean(&mut self, entry: u64) {
-        self.pending =
-            self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | 1 << COUNT_BIT);
+        self.pending = (self.pending >> (entry & 63)) | entry & !(LENGTH_MASK | 1 << COUNT_BIT);
         self.sum = self.sum.wrapping_add(entry);
     }
 
     /// Writes whole bytes out; up to 7 bits stay.
     #[inline(always)]
     fn flush(&mut self, slot: &mut Slot) {
-        let word = self.pending.wrapping_shr((self.sum as u32).wrapping_neg());
+        let word = self.pending >> (self.sum.wrapping_neg() & 63);
         let at = self.len % SLOT_LEN;
         slot[at..at + WORD_LEN].copy_from_slice(&word.to_le_bytes());
         self.len = self.len.wrapping_add((self.sum >> 3 & 7) as usize);
@@ -220,11 +224,11 @@ impl BitString {
             self.push_clean(entry(code.codes[symbol], code.lengths[symbol]));
             self.flush(slot);
         }
-        let coded = (self.sum >> COUNT_BIT) as u32;
+        let coded = self.sum >> COUNT_BIT & 0xffff_ffff;
         self.push_clean(entry(1, 1));
         self.flush(slot);
         let len = self.len + usize::from(self.sum & LENGTH_MASK > 0);
-        (coded as usize == count).then_some(len)
+        (coded == count as u64).then_some(len)
     }
 }
 
@@ -329,12 +333,12 @@ impl RecordString {
 
     #[inline(always)]
     fn append(&mut self, code: u64, length: u64, slot: &mut Slot) {
-        self.pending |= code.wrapping_shl(self.pending_bits as u32);
+        self.pending |= code << (self.pending_bits & 63);
         let at = self.len % SLOT_LEN;
         slot[at..at + WORD_LEN].copy_from_slice(&self.pending.to_le_bytes());
         self.pending_bits = self.pending_bits.wrapping_add(length);
         self.len = self.len.wrapping_add((self.pending_bits >> 3) as usize);
-        self.pending = self.pending.wrapping_shr((self.pending_bits & 56) as u32);
+        self.pending >>= self.pending_bits & 56;
         self.pending_bits &= 7;
     }
 

@@ -269,7 +269,7 @@ fn what_libzstd_writes_is_read() {
                     .wrapping_add(0x1405_7b7e_f767_814f);
                 let draw = state >> 20;
                 let step = (draw & 0xffff).trailing_ones() * (1 + (draw >> 20) as u32 % spread);
-                (90 + step * (spread / 20 + 1)) as u8
+                u8::try_from(90 + step * (spread / 20 + 1) % 160).unwrap()
             })
             .collect();
         let frame = compressor.compress(&symbols).unwrap();
