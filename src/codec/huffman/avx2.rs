@@ -116,25 +116,26 @@ fn pair<const TABLES: usize, const RECORDS: usize>(
     let [(rest0, whole0), (rest1, whole1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
     let (steps0, steps1) = (whole0.as_chunks::<STEP>().0, whole1.as_chunks::<STEP>().0);
-    let mut seen = Seen::nothing();
+    let order = const { order::<RECORDS>() };
+    let [mut seen0, mut seen1] = [Seen::nothing(), Seen::nothing()];
     // Records are appended one step later than they are made, so that the CPU can do both at a time.
     let [mut records0, mut records1] = [Records::EMPTY; 2];
     let [mut string0, mut string1] = [RecordString::EMPTY; 2];
     for (step0, step1) in steps0.iter().zip(steps1).rev() {
-        let joined = tables.step(step0, &mut seen);
-        string0.append_all::<RECORDS, RECORDS_MAX>(&records0, slot0);
+        let joined = tables.step(step0, &mut seen0);
+        string0.append_all(&records0, &order, slot0);
         if !joined.hold::<RECORDS>(&mut records0) {
             tables.hold_wide(step0, &mut records0);
         }
-        let joined = tables.step(step1, &mut seen);
-        string1.append_all::<RECORDS, RECORDS_MAX>(&records1, slot1);
+        let joined = tables.step(step1, &mut seen1);
+        string1.append_all(&records1, &order, slot1);
         if !joined.hold::<RECORDS>(&mut records1) {
             tables.hold_wide(step1, &mut records1);
         }
     }
-    string0.append_all::<RECORDS, RECORDS_MAX>(&records0, slot0);
-    string1.append_all::<RECORDS, RECORDS_MAX>(&records1, slot1);
-    if !tables.have(&seen) {
+    string0.append_all(&records0, &order, slot0);
+    string1.append_all(&records1, &order, slot1);
+    if !(tables.have(&seen0) && tables.have(&seen1)) {
         return None;
     }
     let [string0, string1] = [string0, string1].map(|string| string.into_bit_string(steps * STEP));
@@ -142,6 +143,21 @@ fn pair<const TABLES: usize, const RECORDS: usize>(
         string0.end_with(code, symbols[0].len(), rest0, slot0)?,
         string1.end_with(code, symbols[1].len(), rest1, slot1)?,
     ])
+}
+
+/// How the usual number of records stand: four are interleaved, the first half's and the second half's.
+const fn order<const RECORDS: usize>() -> [usize; RECORDS] {
+    let mut order = [0; RECORDS];
+    let mut index = 0;
+    while index < RECORDS {
+        order[index] = if RECORDS == SPARSE {
+            [0, 2, 1, 3][index]
+        } else {
+            index
+        };
+        index += 1;
+    }
+    order
 }
 
 /// What tells whether all symbols had a code.
@@ -341,13 +357,7 @@ impl Joined {
             if self.fits(_mm256_cmpgt_epi32(lengths, limit)) {
                 let earlier = shift_left_64(_mm256_unpacklo_epi64(low, high), later_lengths);
                 let codes = _mm256_or_si256(earlier, _mm256_unpackhi_epi64(low, high));
-                // Halves are interleaved by now.
-                put(
-                    records,
-                    0,
-                    _mm256_permute4x64_epi64(codes, 0b11_01_10_00),
-                    _mm256_permute4x64_epi64(lengths, 0b11_01_10_00),
-                );
+                put(records, 0, codes, lengths);
                 records.count = SPARSE;
                 return true;
             }

@@ -74,20 +74,21 @@ fn pair<const LOW: bool, const RECORDS: usize>(
     let [(rest0, whole0), (rest1, whole1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
     let (steps0, steps1) = (whole0.as_chunks::<STEP>().0, whole1.as_chunks::<STEP>().0);
+    let order: [usize; RECORDS] = std::array::from_fn(|index| index);
     let mut seen = Seen::nothing();
     // Records are appended one step later than they are made, so that the CPU can do both at a time.
     let [mut records0, mut records1] = [Records::EMPTY; 2];
     let [mut string0, mut string1] = [RecordString::EMPTY; 2];
     for (step0, step1) in steps0.iter().zip(steps1).rev() {
         let step0 = tables.step(step0, &mut seen);
-        string0.append_all::<RECORDS, DENSEST>(&records0, slot0);
+        string0.append_all(&records0, &order, slot0);
         hold::<RECORDS>(&step0, &mut records0);
         let step1 = tables.step(step1, &mut seen);
-        string1.append_all::<RECORDS, DENSEST>(&records1, slot1);
+        string1.append_all(&records1, &order, slot1);
         hold::<RECORDS>(&step1, &mut records1);
     }
-    string0.append_all::<RECORDS, DENSEST>(&records0, slot0);
-    string1.append_all::<RECORDS, DENSEST>(&records1, slot1);
+    string0.append_all(&records0, &order, slot0);
+    string1.append_all(&records1, &order, slot1);
     if !tables.have(&seen) {
         return None;
     }

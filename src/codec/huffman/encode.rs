@@ -337,33 +337,38 @@ impl RecordString {
         let at = self.len % SLOT_LEN;
         slot[at..at + WORD_LEN].copy_from_slice(&self.pending.to_le_bytes());
         self.pending_bits = self.pending_bits.wrapping_add(length);
-        self.len = self.len.wrapping_add((self.pending_bits >> 3) as usize);
-        self.pending >>= self.pending_bits & 56;
+        let whole_bytes = self.pending_bits & 56;
+        self.pending >>= whole_bytes;
+        self.len = self.len.wrapping_add((whole_bytes >> 3) as usize);
         self.pending_bits &= 7;
     }
 
-    /// Appends `records`, the last one first; mostly there are `USUAL` of them.
+    /// Appends `records`, the last one first. Mostly there are as many as `usual` has, and they stand in that order.
     #[inline(always)]
     pub(super) fn append_all<const USUAL: usize, const MAX: usize>(
         &mut self,
         records: &Records<MAX>,
+        usual: &[usize; USUAL],
         slot: &mut Slot,
     ) {
         if records.count == USUAL {
-            for index in (0..USUAL).rev() {
+            for &index in usual.iter().rev() {
                 self.append(records.codes[index], records.lengths[index], slot);
             }
         } else {
-            for (&code, &length) in records
-                .codes
-                .iter()
-                .zip(&records.lengths)
-                .take(records.count)
-                .rev()
-            {
-                self.append(code, length, slot);
-            }
+            *self = self.append_unusual(records, slot);
         }
+    }
+
+    /// The same for another number of records, which stand in their order. By value, so that what the caller has may stay in registers.
+    #[cold]
+    #[inline(never)]
+    fn append_unusual<const MAX: usize>(mut self, records: &Records<MAX>, slot: &mut Slot) -> Self {
+        let pairs = records.codes.iter().zip(&records.lengths);
+        for (&code, &length) in pairs.take(records.count).rev() {
+            self.append(code, length, slot);
+        }
+        self
     }
 
     /// The same bit string for the scalar kernel, which counts on from `count` symbols.
