@@ -29,7 +29,7 @@ const RECORDS_MAX: usize = STEP / 4;
 const TABLES_MAX: usize = 8;
 
 /// Where tables of 16 entries each lie over the symbols with a code. Positions: symbol 0 is at 0, the lowest other symbol with a code at 1, and so on upwards.
-struct Windows {
+pub(super) struct Windows {
     /// How far symbols but 0 are moved down.
     below: u8,
     starts: [u8; TABLES_MAX],
@@ -37,10 +37,14 @@ struct Windows {
 }
 
 impl Windows {
-    /// None when more tables are needed than pay.
-    fn of(code: &Code) -> Option<Self> {
-        let with_code = |&(_, &length): &(u8, &u8)| length > 0;
-        let mut above = (1..=u8::MAX).zip(&code.lengths[1..]).filter(with_code);
+    /// None when this kernel would not be the fastest: codes are too long, or more tables are needed than pay.
+    pub(super) fn of(code: &Code) -> Option<Self> {
+        if !fit_a_record(code, 8.0, 3.5) {
+            return None;
+        }
+        let mut above = (1..=u8::MAX)
+            .zip(&code.lengths[1..])
+            .filter(|&(_, &length)| length > 0);
         let below = above.next()?.0 - 1;
         let mut windows = Self {
             below,
@@ -60,17 +64,14 @@ impl Windows {
     }
 }
 
-/// Encodes four quarters into four slots; None when a symbol has no code. The outer None: this kernel does not suit the code.
+/// Encodes two parts into two slots; None when a symbol has no code.
 #[target_feature(enable = "avx2,bmi1,bmi2")]
 pub(super) fn encode(
+    windows: &Windows,
     code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<Option<[usize; 4]>> {
-    if !fit_a_record(code, 8.0, 3.5) {
-        return None;
-    }
-    let windows = Windows::of(code)?;
+    symbols: [&[u8]; 2],
+    slots: [&mut Slot; 2],
+) -> Option<[usize; 2]> {
     let is_dense = !fit_a_record(code, 16.0, 2.4);
     let encode = match (windows.count, is_dense) {
         (1 | 2, false) => encode_with::<2, SPARSE>,
@@ -84,34 +85,17 @@ pub(super) fn encode(
         (5 | 6, true) => encode_with::<6, DENSE>,
         (_, true) => encode_with::<TABLES_MAX, DENSE>,
     };
-    Some(encode(&windows, code, quarters, slots))
+    encode(windows, code, symbols, slots)
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2")]
 fn encode_with<const TABLES: usize, const RECORDS: usize>(
     windows: &Windows,
     code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<[usize; 4]> {
-    let tables = Tables::<TABLES>::of(windows, code);
-    let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] =
-        pair::<TABLES, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] =
-        pair::<TABLES, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
-    Some([len0, len1, len2, len3])
-}
-
-/// Encodes two quarters, taking turns.
-#[target_feature(enable = "avx2,bmi1,bmi2")]
-fn pair<const TABLES: usize, const RECORDS: usize>(
-    tables: &Tables<TABLES>,
-    code: &Code,
     symbols: [&[u8]; 2],
-    slot0: &mut Slot,
-    slot1: &mut Slot,
+    [slot0, slot1]: [&mut Slot; 2],
 ) -> Option<[usize; 2]> {
+    let tables = Tables::<TABLES>::of(windows, code);
     let steps = symbols[0].len().min(symbols[1].len()) / STEP;
     let [(rest0, whole0), (rest1, whole1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));

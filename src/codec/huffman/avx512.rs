@@ -22,13 +22,13 @@ const DENSEST: usize = STEP / 4;
 
 type Records = super::encode::Records<DENSEST>;
 
-/// Encodes four quarters into four slots; None when a symbol has no code.
+/// Encodes two parts into two slots; None when a symbol has no code.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,bmi1,bmi2")]
 pub(super) fn encode(
     code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<[usize; 4]> {
+    symbols: [&[u8]; 2],
+    slots: [&mut Slot; 2],
+) -> Option<[usize; 2]> {
     let is_low = code.lengths[128..].iter().all(|&length| length == 0);
     let encode = match (
         is_low,
@@ -42,34 +42,17 @@ pub(super) fn encode(
         (false, false, true) => encode_with::<false, DENSE>,
         (false, false, false) => encode_with::<false, DENSEST>,
     };
-    encode(code, quarters, slots)
+    encode(code, symbols, slots)
 }
 
 /// `LOW`: all symbols with a code are below 128.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,bmi1,bmi2")]
 fn encode_with<const LOW: bool, const RECORDS: usize>(
     code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<[usize; 4]> {
-    let tables = Tables::<LOW>::of(code);
-    let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] =
-        pair::<LOW, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] =
-        pair::<LOW, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
-    Some([len0, len1, len2, len3])
-}
-
-/// Encodes two quarters, taking turns.
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,bmi1,bmi2")]
-fn pair<const LOW: bool, const RECORDS: usize>(
-    tables: &Tables<LOW>,
-    code: &Code,
     symbols: [&[u8]; 2],
-    slot0: &mut Slot,
-    slot1: &mut Slot,
+    [slot0, slot1]: [&mut Slot; 2],
 ) -> Option<[usize; 2]> {
+    let tables = Tables::<LOW>::of(code);
     let steps = symbols[0].len().min(symbols[1].len()) / STEP;
     let [(rest0, whole0), (rest1, whole1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));

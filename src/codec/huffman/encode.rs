@@ -4,7 +4,8 @@
 //! a 1 bit, so that a decoder can start at the end. What can fail: a symbol without a code, an output without room; neither is known beforehand, because
 //! codes are made from samples.
 //!
-//! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
+//! Bit strings are written in pairs, so that neither waits for itself. The first is written where it belongs; the second into a slot of the coder's, and moved:
+//! where it belongs is known when the first is done.
 
 #![allow(
     unsafe_code,
@@ -20,8 +21,6 @@ use super::{avx2, avx512};
 const SLOT_LEN: usize = 1 << 16;
 /// Bytes that one store writes.
 const WORD_LEN: usize = 8;
-/// Slots are this far apart: equal positions in two of them do not fall into the same set of the cache.
-const SLOT_STRIDE: usize = SLOT_LEN + 1088;
 /// Fewest symbols of a block: under that, four bit strings do not pay.
 const SYMBOLS_MIN: usize = 256;
 
@@ -30,7 +29,8 @@ pub(super) type Slot = [u8; SLOT_LEN + WORD_LEN];
 
 /// Memory of an encoder of blocks: one per thread, used again and again.
 pub struct Coder {
-    slots: Box<[u8]>,
+    /// For bit strings that cannot be written where they belong: the second of a pair, and others at the end of an output.
+    slots: Box<[Slot; 2]>,
     kernel: Kernel,
 }
 
@@ -77,6 +77,26 @@ impl Kernel {
         }
         kernels
     }
+
+    /// Encodes the symbols of two bit strings to two slots, taking turns. Gives the lengths, or None when a symbol has no code.
+    fn encode(self, code: &Code, symbols: [&[u8]; 2], slots: [&mut Slot; 2]) -> Option<[usize; 2]> {
+        match self {
+            Self::Portable => scalar(code, symbols, slots),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the kernel was chosen because the CPU has these features.
+            Self::Bmi2 => unsafe { scalar_bmi2(code, symbols, slots) },
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => match avx2::Windows::of(code) {
+                // SAFETY: as above.
+                Some(windows) => unsafe { avx2::encode(&windows, code, symbols, slots) },
+                // SAFETY: as above; the features of this kernel are those and more.
+                None => unsafe { scalar_bmi2(code, symbols, slots) },
+            },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Self::Avx512 => unsafe { avx512::encode(code, symbols, slots) },
+        }
+    }
 }
 
 impl Default for Coder {
@@ -95,7 +115,7 @@ impl Coder {
     /// A coder with this kernel.
     pub(crate) fn with_kernel(kernel: Kernel) -> Self {
         Self {
-            slots: vec![0; 4 * SLOT_STRIDE].into(),
+            slots: Box::new([[0; SLOT_LEN + WORD_LEN]; 2]),
             kernel,
         }
     }
@@ -112,41 +132,34 @@ impl Coder {
             "{} symbols in a block",
             symbols.len()
         );
-        let quarters = quarters(symbols);
-        let mut strides = self.slots.chunks_exact_mut(SLOT_STRIDE);
-        let mut slots = [(); 4].map(|()| -> &mut Slot {
-            let stride = strides.next().expect("four strides");
-            stride.first_chunk_mut().expect("a stride holds a slot")
-        });
-        let lens = match self.kernel {
-            Kernel::Portable => scalar(code, quarters, &mut slots),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: the kernel was chosen because the CPU has these features.
-            Kernel::Bmi2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => {
-                // SAFETY: the kernel was chosen because the CPU has these features.
-                let encoded = unsafe { avx2::encode(code, quarters, &mut slots) };
-                // SAFETY: as above.
-                encoded.unwrap_or_else(|| unsafe { scalar_bmi2(code, quarters, &mut slots) })
-            }
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512 => {
-                // SAFETY: as above.
-                unsafe { avx512::encode(code, quarters, &mut slots) }
-            }
-        }?;
-
-        let (jump_table, mut rest) = out.split_at_mut_checked(JUMP_TABLE_LEN)?;
-        for (entry, &len) in jump_table.chunks_exact_mut(2).zip(&lens) {
-            entry.copy_from_slice(&u16::try_from(len).ok()?.to_le_bytes());
-        }
+        let [first, second, third, fourth] = quarters(symbols);
+        let mut lens = [0; 4];
         let mut total = JUMP_TABLE_LEN;
-        for (slot, &len) in slots.iter().zip(&lens) {
-            let place;
-            (place, rest) = rest.split_at_mut_checked(len)?;
-            place.copy_from_slice(&slot[..len]);
-            total += len;
+        for (pair, lens) in [[first, second], [third, fourth]]
+            .into_iter()
+            .zip(lens.as_chunks_mut().0)
+        {
+            let room = out.get_mut(total..)?;
+            *lens = if let Some(place) = room.first_chunk_mut() {
+                self.kernel
+                    .encode(code, pair, [place, &mut self.slots[1]])?
+            } else {
+                let [slot0, slot1] = &mut *self.slots;
+                let lens = self.kernel.encode(code, pair, [slot0, slot1])?;
+                room.get_mut(..lens[0])?.copy_from_slice(&slot0[..lens[0]]);
+                lens
+            };
+            let place = room.get_mut(lens[0]..)?.get_mut(..lens[1])?;
+            place.copy_from_slice(&self.slots[1][..lens[1]]);
+            total += lens[0] + lens[1];
+        }
+        for (entry, &len) in out[..JUMP_TABLE_LEN]
+            .as_chunks_mut()
+            .0
+            .iter_mut()
+            .zip(&lens)
+        {
+            *entry = u16::try_from(len).ok()?.to_le_bytes();
         }
         Some(total)
     }
@@ -234,35 +247,16 @@ impl BitString {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "bmi1,bmi2")]
-fn scalar_bmi2(
-    code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<[usize; 4]> {
-    scalar(code, quarters, slots)
+fn scalar_bmi2(code: &Code, symbols: [&[u8]; 2], slots: [&mut Slot; 2]) -> Option<[usize; 2]> {
+    scalar(code, symbols, slots)
 }
 
-/// Two bit strings at a time: the next step of one need not wait for the last of the other.
 #[inline(always)]
-fn scalar(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
+fn scalar(code: &Code, symbols: [&[u8]; 2], [slot0, slot1]: [&mut Slot; 2]) -> Option<[usize; 2]> {
     let mut entries = [0; 256];
     for ((made, &code), &length) in entries.iter_mut().zip(&code.codes).zip(&code.lengths) {
         *made = entry(code, length);
     }
-    let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] = scalar_pair(code, &entries, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] = scalar_pair(code, &entries, [quarters[2], quarters[3]], slot2, slot3)?;
-    Some([len0, len1, len2, len3])
-}
-
-#[inline(always)]
-fn scalar_pair(
-    code: &Code,
-    entries: &[u64; 256],
-    symbols: [&[u8]; 2],
-    slot0: &mut Slot,
-    slot1: &mut Slot,
-) -> Option<[usize; 2]> {
     let entry = |symbol: u8| entries[usize::from(symbol)];
     let [mut string0, mut string1] = [BitString::EMPTY; 2];
     let rows = symbols[1].len().min(symbols[0].len()) / BitString::PER_FLUSH;

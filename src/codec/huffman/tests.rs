@@ -3,7 +3,9 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::{CODE_BITS_MAX, Code, Coder, SYMBOLS_MAX, Table, decode, encode, header};
+use super::{
+    CODE_BITS_MAX, Code, Coder, JUMP_TABLE_LEN, SYMBOLS_MAX, Table, decode, encode, header,
+};
 
 /// A frame of one block with these literals and nothing else: description (may be empty), jump table, bit strings.
 fn frame_of(literals: &[u8], symbols: usize) -> Vec<u8> {
@@ -224,6 +226,116 @@ fn bits_of_a_valid_block_flipped_one_by_one() {
     }
     // A changed symbol that has the length of the right one is not seen at all, so that the above compared something.
     assert!(accepted > 100, "{accepted}");
+}
+
+#[test]
+fn every_symbol_without_a_code_is_seen_wherever_it_stands() {
+    // Codes for 0 and for a stretch further up, as planes of exponents have them.
+    let known: Vec<u8> = (0..2000_u32)
+        .map(|index| {
+            if index % 50 == 0 {
+                0
+            } else {
+                90 + (index * index % 23) as u8
+            }
+        })
+        .collect();
+    let code = Code::of(&histogram(&known)).unwrap();
+    assert!(encoded_by_all(&code, &known).is_some());
+    for symbol in 0..=u8::MAX {
+        for place in [0, 499, 500, 777, 1999] {
+            let mut symbols = known.clone();
+            symbols[place] = symbol;
+            assert_eq!(
+                encoded_by_all(&code, &symbols).is_some(),
+                known.contains(&symbol),
+                "{symbol} at {place}"
+            );
+        }
+    }
+}
+
+/// The four bit strings behind a jump table.
+fn strings(streams: &[u8]) -> [Vec<u8>; 4] {
+    let mut rest = &streams[JUMP_TABLE_LEN..];
+    let mut strings = [(); 4].map(|()| Vec::new());
+    for (string, len) in strings
+        .iter_mut()
+        .zip(streams[..JUMP_TABLE_LEN].as_chunks().0)
+    {
+        let (bytes, behind) = rest.split_at(u16::from_le_bytes(*len).into());
+        (*string, rest) = (bytes.to_vec(), behind);
+    }
+    strings[3] = rest.to_vec();
+    strings
+}
+
+fn streams(strings: &[Vec<u8>; 4]) -> Vec<u8> {
+    let lens = strings[..3]
+        .iter()
+        .flat_map(|string| u16::try_from(string.len()).unwrap().to_le_bytes());
+    lens.chain(strings.iter().flatten().copied()).collect()
+}
+
+#[test]
+fn a_bit_string_ends_with_its_last_symbol() {
+    // 200 symbols in a quarter, 4 more of each kind in the longer one.
+    let shorter: Vec<u8> = (0..800_u32)
+        .map(|index| 100 + (index % 200 * index % 13) as u8)
+        .collect();
+    let longer: Vec<u8> = shorter
+        .chunks(200)
+        .flat_map(|quarter| [&quarter[..1], quarter].concat())
+        .collect();
+    let code = Code::of(&histogram(&longer)).unwrap();
+    let [shorter_strings, longer_strings] =
+        [&shorter, &longer].map(|symbols| strings(&encoded_by_all(&code, symbols).unwrap()));
+    let decoded = |strings: &[Vec<u8>; 4], symbols: usize| {
+        decoded_by_all(&[code.header(), &streams(strings)].concat(), symbols)
+    };
+    assert_eq!(decoded(&shorter_strings, 800), Some(shorter));
+    assert_eq!(decoded(&longer_strings, 804), Some(longer));
+    for string in 0..4 {
+        let mut mixed = shorter_strings.clone();
+        mixed[string] = longer_strings[string].clone();
+        assert_eq!(decoded(&mixed, 800), None, "a symbol too many in {string}");
+        let mut mixed = longer_strings.clone();
+        mixed[string] = shorter_strings[string].clone();
+        assert_eq!(decoded(&mixed, 804), None, "a symbol too few in {string}");
+        let mut mixed = shorter_strings.clone();
+        mixed[string].push(0);
+        assert_eq!(decoded(&mixed, 800), None, "no bit to end {string}");
+        mixed[string].clear();
+        assert_eq!(decoded(&mixed, 800), None, "nothing in {string}");
+    }
+}
+
+#[test]
+fn descriptions_that_are_none() {
+    let refused: [(&[u8], &str); 12] = [
+        (&[], "nothing"),
+        (&[0], "no weights"),
+        (&[128 + 2, 0x11], "fewer weights than announced"),
+        (&[127 + 2, 0x00], "no symbol"),
+        (
+            &[127 + 3, 0x22, 0x20],
+            "codes shorter than their weights say",
+        ),
+        (&[127 + 2, 0x13], "a rest that is no power of two"),
+        (&[127 + 2, 0xc1], "a weight over 11"),
+        (&[127 + 4, 0xbb, 0xbb], "a code over 11 bits"),
+        (&[1, 0x00], "a distribution that stops early"),
+        (&[4, 0x02, 0xff, 0xff, 0xff], "a table too large"),
+        (
+            &[3, 0xf0, 0x03, 0x01],
+            "a single weight that takes the whole table",
+        ),
+        (&[200], "only a count"),
+    ];
+    for (bytes, why) in refused {
+        assert!(header::read(bytes).is_none(), "{why}");
+    }
+    assert!(header::read(&[127 + 3, 0x11, 0x10]).is_some());
 }
 
 /// The literals sections with a description in a frame of libzstd's: description, jump table and bit strings, and how many symbols.
