@@ -11,9 +11,11 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod code;
-pub mod decode;
-pub mod encode;
+mod decode;
+mod encode;
 mod header;
 
 pub use code::Code;
@@ -37,3 +39,6 @@ fn quarters(symbols: &[u8]) -> [&[u8]; 4] {
     let (third, fourth) = rest.split_at(len);
     [first, second, third, fourth]
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,7 @@
 //! The AVX2 kernel of the encoder: 64 symbols at a time become four records of 16, which a scalar loop strings together.
 //!
-//! In: a code whose symbols lie within 63 of each other (symbol 0 may be apart) and whose codes are numbers below 256: so are the planes of tensors that
-//! compress well. Out: the same bit strings as the scalar kernel's. What can fail: a symbol without a code, which has length 0 in the tables.
+//! In: a code of short codes whose symbols lie within a few stretches of 16: so are the planes of tensors that compress well. Out: the same bit strings as the
+//! scalar kernel's. What can fail: a symbol without a code, which has length 0 in the tables.
 //!
 //! A symbol's code and length are looked up by byte shuffles, 16 table entries each: an index outside a table's 16 gives 0, so the results of all tables are ORed.
 //! Neighbours are then joined three times (2, 4, 8 symbols in lanes of 16, 32, 64 bits), the earlier one's code shifted left by the length of the
@@ -14,20 +14,22 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::code::Code;
-use super::encode::{RecordString, Records, Slot};
+use super::encode::{RECORD_BITS_MAX, RecordString, Slot, fit_a_record};
+
+type Records = super::encode::Records<RECORDS_MAX>;
 
 /// Symbols that one step takes.
 const STEP: usize = 64;
 /// Records of a step: of 16 symbols each where most fit, or of 8.
 const SPARSE: usize = 4;
 const DENSE: usize = 8;
-/// Most bits of a record.
-const RECORD_BITS_MAX: i32 = 56;
+/// Most records of a step: of 4 symbols each.
+const RECORDS_MAX: usize = STEP / 4;
 /// Most tables of 16 symbols that are still faster than the scalar kernel.
 const TABLES_MAX: usize = 8;
 
 /// Where tables of 16 entries each lie over the symbols with a code. Positions: symbol 0 is at 0, the lowest other symbol with a code at 1, and so on upwards.
-struct Windows {
+pub(super) struct Windows {
     /// How far symbols but 0 are moved down.
     below: u8,
     starts: [u8; TABLES_MAX],
@@ -35,10 +37,14 @@ struct Windows {
 }
 
 impl Windows {
-    /// None when more tables are needed than pay.
-    fn of(code: &Code) -> Option<Self> {
-        let with_code = |&(_, &length): &(u8, &u8)| length > 0;
-        let mut above = (1..=u8::MAX).zip(&code.lengths[1..]).filter(with_code);
+    /// None when this kernel would not be the fastest: codes are too long, or more tables are needed than pay.
+    pub(super) fn of(code: &Code) -> Option<Self> {
+        if !fit_a_record(code, 8.0, 3.5) {
+            return None;
+        }
+        let mut above = (1..=u8::MAX)
+            .zip(&code.lengths[1..])
+            .filter(|&(_, &length)| length > 0);
         let below = above.next()?.0 - 1;
         let mut windows = Self {
             below,
@@ -58,24 +64,15 @@ impl Windows {
     }
 }
 
-/// Whether this many symbols together fit a record unless they are longer than the mean by more than so many standard deviations.
-fn are_narrow(code: &Code, symbols: f64, deviations: f64) -> bool {
-    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt()
-        < f64::from(RECORD_BITS_MAX)
-}
-
-/// Encodes four quarters into four slots; None when a symbol has no code. The outer None: this kernel does not suit the code.
+/// Encodes two parts into two slots; None when a symbol has no code.
 #[target_feature(enable = "avx2,bmi1,bmi2")]
 pub(super) fn encode(
+    windows: &Windows,
     code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<Option<[usize; 4]>> {
-    if !code.fits_bytes || !are_narrow(code, 8.0, 3.5) {
-        return None;
-    }
-    let windows = Windows::of(code)?;
-    let is_dense = !are_narrow(code, 16.0, 2.4);
+    symbols: [&[u8]; 2],
+    slots: [&mut Slot; 2],
+) -> Option<[usize; 2]> {
+    let is_dense = !fit_a_record(code, 16.0, 2.4);
     let encode = match (windows.count, is_dense) {
         (1 | 2, false) => encode_with::<2, SPARSE>,
         (3, false) => encode_with::<3, SPARSE>,
@@ -88,58 +85,41 @@ pub(super) fn encode(
         (5 | 6, true) => encode_with::<6, DENSE>,
         (_, true) => encode_with::<TABLES_MAX, DENSE>,
     };
-    // SAFETY: this function has the same features.
-    Some(unsafe { encode(&windows, code, quarters, slots) })
+    encode(windows, code, symbols, slots)
 }
 
 #[target_feature(enable = "avx2,bmi1,bmi2")]
 fn encode_with<const TABLES: usize, const RECORDS: usize>(
     windows: &Windows,
     code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<[usize; 4]> {
-    let tables = Tables::<TABLES>::of(windows, code);
-    let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] =
-        pair::<TABLES, RECORDS>(&tables, code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] =
-        pair::<TABLES, RECORDS>(&tables, code, [quarters[2], quarters[3]], slot2, slot3)?;
-    Some([len0, len1, len2, len3])
-}
-
-/// Encodes two quarters, taking turns.
-#[target_feature(enable = "avx2,bmi1,bmi2")]
-fn pair<const TABLES: usize, const RECORDS: usize>(
-    tables: &Tables<TABLES>,
-    code: &Code,
     symbols: [&[u8]; 2],
-    slot0: &mut Slot,
-    slot1: &mut Slot,
+    [slot0, slot1]: [&mut Slot; 2],
 ) -> Option<[usize; 2]> {
+    let tables = Tables::<TABLES>::of(windows, code);
     let steps = symbols[0].len().min(symbols[1].len()) / STEP;
     let [(rest0, whole0), (rest1, whole1)] =
         symbols.map(|symbols| symbols.split_at(symbols.len() - steps * STEP));
     let (steps0, steps1) = (whole0.as_chunks::<STEP>().0, whole1.as_chunks::<STEP>().0);
-    let mut seen = Seen::nothing();
+    let order = const { order::<RECORDS>() };
+    let [mut seen0, mut seen1] = [Seen::nothing(), Seen::nothing()];
     // Records are appended one step later than they are made, so that the CPU can do both at a time.
     let [mut records0, mut records1] = [Records::EMPTY; 2];
     let [mut string0, mut string1] = [RecordString::EMPTY; 2];
     for (step0, step1) in steps0.iter().zip(steps1).rev() {
-        let joined = tables.step(step0, &mut seen);
-        string0.append_all::<RECORDS>(&records0, slot0);
+        let joined = tables.step(step0, &mut seen0);
+        string0.append_all(&records0, &order, slot0);
         if !joined.hold::<RECORDS>(&mut records0) {
             tables.hold_wide(step0, &mut records0);
         }
-        let joined = tables.step(step1, &mut seen);
-        string1.append_all::<RECORDS>(&records1, slot1);
+        let joined = tables.step(step1, &mut seen1);
+        string1.append_all(&records1, &order, slot1);
         if !joined.hold::<RECORDS>(&mut records1) {
             tables.hold_wide(step1, &mut records1);
         }
     }
-    string0.append_all::<RECORDS>(&records0, slot0);
-    string1.append_all::<RECORDS>(&records1, slot1);
-    if !tables.have(&seen) {
+    string0.append_all(&records0, &order, slot0);
+    string1.append_all(&records1, &order, slot1);
+    if !(tables.have(&seen0) && tables.have(&seen1)) {
         return None;
     }
     let [string0, string1] = [string0, string1].map(|string| string.into_bit_string(steps * STEP));
@@ -147,6 +127,21 @@ fn pair<const TABLES: usize, const RECORDS: usize>(
         string0.end_with(code, symbols[0].len(), rest0, slot0)?,
         string1.end_with(code, symbols[1].len(), rest1, slot1)?,
     ])
+}
+
+/// How the usual number of records stand: four are interleaved, the first half's and the second half's.
+const fn order<const RECORDS: usize>() -> [usize; RECORDS] {
+    let mut order = [0; RECORDS];
+    let mut index = 0;
+    while index < RECORDS {
+        order[index] = if RECORDS == SPARSE {
+            [0, 2, 1, 3][index]
+        } else {
+            index
+        };
+        index += 1;
+    }
+    order
 }
 
 /// What tells whether all symbols had a code.
@@ -201,12 +196,13 @@ impl<const TABLES: usize> Tables<TABLES> {
                     position + windows.below
                 });
                 (codes[table][entry], lengths[table][entry]) =
-                    ((code.codes[symbol] & 0xff) as u8, code.lengths[symbol]);
+                    (code.codes[symbol], code.lengths[symbol]);
             }
         }
-        // SAFETY: an array of 16 bytes is 128 readable bits.
         let load = |table: [u8; 16]| {
-            _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) })
+            // SAFETY: an array of 16 bytes is 128 readable bits.
+            let table = unsafe { _mm_loadu_si128(table.as_ptr().cast()) };
+            _mm256_broadcastsi128_si256(table)
         };
         Self {
             below: _mm256_set1_epi8(windows.below.cast_signed()),
@@ -289,7 +285,7 @@ impl<const TABLES: usize> Tables<TABLES> {
                 put(records, 8 * half + 4 * quarter, codes, lengths);
             }
         }
-        records.count = 16;
+        records.count = RECORDS_MAX;
     }
 
     /// Whether all symbols that were seen have a code.
@@ -345,13 +341,7 @@ impl Joined {
             if self.fits(_mm256_cmpgt_epi32(lengths, limit)) {
                 let earlier = shift_left_64(_mm256_unpacklo_epi64(low, high), later_lengths);
                 let codes = _mm256_or_si256(earlier, _mm256_unpackhi_epi64(low, high));
-                // Halves are interleaved by now.
-                put(
-                    records,
-                    0,
-                    _mm256_permute4x64_epi64(codes, 0b11_01_10_00),
-                    _mm256_permute4x64_epi64(lengths, 0b11_01_10_00),
-                );
+                put(records, 0, codes, lengths);
                 records.count = SPARSE;
                 return true;
             }

@@ -2,8 +2,9 @@
 //!
 //! In: how often each byte occurs. Out: a [`Code`] with its description. What can fail: fewer than two symbols, or lengths that no description can express.
 
+use std::cell::OnceCell;
+
 use super::CODE_BITS_MAX;
-use super::encode;
 use super::header::{self, Header};
 
 /// A complete prefix code over bytes, and its description. The same histogram always gives the same code.
@@ -11,16 +12,13 @@ use super::header::{self, Header};
 pub struct Code {
     /// Length of each symbol's code in bits; 0 for a symbol without one.
     pub(super) lengths: [u8; 256],
-    /// The codes, right-aligned.
-    pub(super) codes: [u16; 256],
-    /// Per symbol what a scalar kernel adds to its accumulator: see [`super::encode`]. 0 for a symbol without a code.
-    pub(super) entries: [u64; 256],
-    /// Whether every code is a number below 256, however long: so it is unless rare symbols take up much of the code.
-    pub(super) fits_bytes: bool,
+    /// The codes, right-aligned. A byte holds them all: those of one length and over are numbered from 0, and there are 256 symbols at most.
+    pub(super) codes: [u8; 256],
     /// Mean of a symbol's length over the histogram, and the variance.
     pub(super) mean_bits: f64,
     pub(super) variance: f64,
-    header: Header,
+    /// Made when it is asked for: not every block has a description in front of it.
+    header: OnceCell<Header>,
 }
 
 impl std::fmt::Debug for Code {
@@ -63,12 +61,13 @@ impl Code {
                 squares += count * length * length;
             }
         }
-        let header = header::of(&lengths)?;
+        let header = OnceCell::new();
+        if !header::is_surely_possible(&lengths) {
+            _ = header.set(header::of(&lengths)?);
+        }
         let mean_bits: f64 = bits / total;
         let codes = canonical(&lengths, &depth_counts);
         Some(Self {
-            entries: encode::entries(&codes, &lengths),
-            fits_bytes: codes.iter().all(|&code| code < 256),
             codes,
             lengths,
             mean_bits,
@@ -79,7 +78,8 @@ impl Code {
 
     /// The code's description as it stands in front of the bit strings: a Huffman_Tree_Description.
     pub fn header(&self) -> &[u8] {
-        self.header.bytes()
+        let make = || header::of(&self.lengths).expect("what cannot be described is no code");
+        self.header.get_or_init(make).bytes()
     }
 
     /// Bits that symbols which occur as `histogram` says take in this code; None when one of them has no code.
@@ -157,7 +157,7 @@ fn limit(clamped: &DepthCounts) -> DepthCounts {
 }
 
 /// The codes that a decoder infers: longest first from 0 up, in symbol order where lengths are equal.
-fn canonical(lengths: &[u8; 256], depth_counts: &DepthCounts) -> [u16; 256] {
+fn canonical(lengths: &[u8; 256], depth_counts: &DepthCounts) -> [u8; 256] {
     let mut next = [0u16; CODE_BITS_MAX as usize + 1];
     let mut first = 0;
     for length in (1..next.len()).rev() {
@@ -168,7 +168,7 @@ fn canonical(lengths: &[u8; 256], depth_counts: &DepthCounts) -> [u16; 256] {
     for (code, &length) in codes.iter_mut().zip(lengths) {
         if length > 0 {
             let next = &mut next[usize::from(length)];
-            *code = *next;
+            *code = (*next & 0xff) as u8;
             *next += 1;
         }
     }

@@ -14,7 +14,7 @@
 use super::{CODE_BITS_MAX, JUMP_TABLE_LEN, SYMBOLS_MAX, header};
 
 /// Mean length from which on an index seldom determines more than one symbol.
-const DENSE_FROM_BITS: f64 = 5.0;
+const DENSE_FROM_BITS: f64 = 6.0;
 const INDEX_BITS: u32 = CODE_BITS_MAX as u32;
 const ENTRIES: usize = 1 << INDEX_BITS;
 /// Symbols that are surely in what a refilled window holds: 57 bits.
@@ -45,21 +45,24 @@ impl std::fmt::Debug for Table {
 
 /// Which code reads the bit strings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kernel {
+pub(crate) enum Kernel {
     /// A symbol at a time.
     Portable,
     /// Several symbols at a time where codes are short, else as Portable; compiled for shifts that take their count from any register.
     #[cfg(target_arch = "x86_64")]
-    Bmi2,
+    Avx2,
 }
 
 impl Kernel {
     /// Every kernel that this CPU can run, best last.
-    pub fn available() -> Vec<Self> {
+    pub(crate) fn available() -> Vec<Self> {
         let mut kernels = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2") {
-            kernels.push(Self::Bmi2);
+        if is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2")
+        {
+            kernels.push(Self::Avx2);
         }
         kernels
     }
@@ -79,7 +82,7 @@ impl Table {
     }
 
     /// A decoder with this kernel.
-    pub fn with_kernel(kernel: Kernel) -> Self {
+    pub(crate) fn with_kernel(kernel: Kernel) -> Self {
         Self {
             single: Box::new([0; ENTRIES]),
             multi: Box::new([0; ENTRIES]),
@@ -96,8 +99,10 @@ impl Table {
         let (lengths, len) = header::read(bytes)?;
         let sorted = Sorted::of(&lengths);
         self.fill_single(&sorted);
-        if self.kernel != Kernel::Portable && sorted.mean_bits() < DENSE_FROM_BITS {
-            self.fill_multi(&sorted);
+        #[cfg(target_arch = "x86_64")]
+        if self.kernel == Kernel::Avx2 && sorted.mean_bits() < DENSE_FROM_BITS {
+            // SAFETY: the kernel was chosen because the CPU has these features.
+            unsafe { self.fill_multi(&sorted) };
             self.has_multi = true;
         }
         Some(len)
@@ -132,12 +137,12 @@ impl Table {
             Kernel::Portable => rows(&self.single, &mut readers, &mut parts),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the kernel was chosen because the CPU has these features.
-            Kernel::Bmi2 if self.has_multi => unsafe {
+            Kernel::Avx2 if self.has_multi => unsafe {
                 multi_rows(&self.multi, &mut readers, &mut parts)
             },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Kernel::Bmi2 => unsafe { rows_bmi2(&self.single, &mut readers, &mut parts) },
+            Kernel::Avx2 => unsafe { rows_avx2(&self.single, &mut readers, &mut parts) },
         };
         for ((reader, part), done) in readers.into_iter().zip(parts).zip(done) {
             reader.finish(&self.single, &mut part[done..])?;
@@ -154,6 +159,8 @@ impl Table {
         }
     }
 
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,bmi1,bmi2")]
     fn fill_multi(&mut self, sorted: &Sorted) {
         if sorted
             .symbols()
@@ -167,6 +174,7 @@ impl Table {
     }
 
     /// Symbol after symbol of each entry. For codes of a single bit, of which more would fit an index than fit an entry.
+    #[cfg(target_arch = "x86_64")]
     fn fill_multi_greedily(&mut self) {
         for (index, entry) in self.multi.iter_mut().enumerate() {
             let (mut bits, mut symbols, mut count) = (0, 0, 0);
@@ -185,6 +193,8 @@ impl Table {
 
     /// What `known` bits determine is a symbol and what the bits behind it determine: per symbol, a stretch of an earlier level with that symbol in front.
     /// Level `known` stands at `1 << known` of `levels`; the last one is the table.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,bmi1,bmi2")]
     fn fill_multi_by_levels(&mut self, sorted: &Sorted) {
         self.levels[1] = 0;
         for known in 1..INDEX_BITS {
@@ -195,6 +205,8 @@ impl Table {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,bmi1,bmi2")]
 fn fill_level(known: u32, sorted: &Sorted, earlier: &[u64], level: &mut [u64]) {
     let longer = sorted
         .symbols()
@@ -209,7 +221,7 @@ fn fill_level(known: u32, sorted: &Sorted, earlier: &[u64], level: &mut [u64]) {
         let (entries, rest) = level.split_at_mut(behind);
         let added = u64::from(symbol) << 16 | 1 << 8 | u64::from(length);
         for (entry, behind) in entries.iter_mut().zip(&earlier[behind..2 * behind]) {
-            *entry = ((behind & !0xffff) << 8 | behind & 0xffff) + added;
+            *entry = ((behind & !0xffff) << 8 | behind & 0xffff).wrapping_add(added);
         }
         level = rest;
     }
@@ -384,8 +396,8 @@ fn rows(
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "bmi1,bmi2")]
-fn rows_bmi2(
+#[target_feature(enable = "avx2,bmi1,bmi2")]
+fn rows_avx2(
     single: &[u16; ENTRIES],
     readers: &mut [Reader<'_>; 4],
     parts: &mut [&mut [u8]; 4],
@@ -404,10 +416,9 @@ impl Window {
 
     #[inline(always)]
     fn take(&mut self, single: &[u16; ENTRIES]) -> u8 {
-        let [length, symbol] =
-            single[(self.bits >> (u64::BITS - INDEX_BITS)) as usize].to_le_bytes();
-        self.bits <<= length & 63;
-        symbol
+        let entry = single[(self.bits >> (u64::BITS - INDEX_BITS)) as usize];
+        self.bits = self.bits.wrapping_shl(entry.into());
+        (entry >> 8) as u8
     }
 }
 
@@ -418,7 +429,7 @@ const MULTI_ROOM: usize = ROW * ENTRY_SYMBOLS_MAX + 2;
 /// Decodes as many symbols as an index determines, each time: rows of five lookups in each bit string, first of all four in turns, then of each alone until it
 /// is near its end. Gives how many symbols of each part are done.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "bmi1,bmi2")]
+#[target_feature(enable = "avx2,bmi1,bmi2")]
 fn multi_rows(
     multi: &[u64; ENTRIES],
     readers: &mut [Reader<'_>; 4],
@@ -474,7 +485,7 @@ fn multi_rows(
 /// From each of `outs` on, `rows` * 30 + 2 bytes can be written, and each window lies at least `rows` * 7 bytes behind its reader's start.
 #[cfg(target_arch = "x86_64")]
 #[inline]
-#[target_feature(enable = "bmi1,bmi2")]
+#[target_feature(enable = "avx2,bmi1,bmi2")]
 unsafe fn multi_rows_unchecked(
     multi: &[u64; ENTRIES],
     rows: usize,

@@ -4,19 +4,23 @@
 //! a 1 bit, so that a decoder can start at the end. What can fail: a symbol without a code, an output without room; neither is known beforehand, because
 //! codes are made from samples.
 //!
-//! Each bit string is written into a slot of the coder's and moved from there: its length is known when it is done.
+//! Bit strings are written in pairs, so that neither waits for itself. The first is written where it belongs; the second into a slot of the coder's, and moved:
+//! where it belongs is known when the first is done.
 
-#[cfg(target_arch = "x86_64")]
-use super::avx2;
+#![allow(
+    unsafe_code,
+    reason = "the fence: calls of kernels that need what not every CPU has"
+)]
+
 use super::code::Code;
 use super::{JUMP_TABLE_LEN, SYMBOLS_MAX, quarters};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
 
 /// Positions in a slot: a power of two over the longest bit string (11 bits for each of 32 Ki symbols), so that a position needs no check but a mask.
 const SLOT_LEN: usize = 1 << 16;
 /// Bytes that one store writes.
 const WORD_LEN: usize = 8;
-/// Slots are this far apart: equal positions in two of them do not fall into the same set of the cache.
-const SLOT_STRIDE: usize = SLOT_LEN + 1088;
 /// Fewest symbols of a block: under that, four bit strings do not pay.
 const SYMBOLS_MIN: usize = 256;
 
@@ -25,7 +29,8 @@ pub(super) type Slot = [u8; SLOT_LEN + WORD_LEN];
 
 /// Memory of an encoder of blocks: one per thread, used again and again.
 pub struct Coder {
-    slots: Box<[u8]>,
+    /// For bit strings that cannot be written where they belong: the second of a pair, and others at the end of an output.
+    slots: Box<[Slot; 2]>,
     kernel: Kernel,
 }
 
@@ -39,20 +44,23 @@ impl std::fmt::Debug for Coder {
 
 /// Which code writes the bit strings. They all write the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kernel {
+pub(crate) enum Kernel {
     /// One symbol after the other, without anything that a CPU may lack.
     Portable,
     /// The same, compiled for shifts that take their count from any register.
     #[cfg(target_arch = "x86_64")]
     Bmi2,
-    /// 64 symbols at a time where the code lies within a few tables of 16, else as Bmi2.
+    /// 64 symbols at a time where codes are short and symbols lie within a few stretches of 16, else as Bmi2.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// 128 symbols at a time.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
 }
 
 impl Kernel {
     /// Every kernel that this CPU can run, best last.
-    pub fn available() -> Vec<Self> {
+    pub(crate) fn available() -> Vec<Self> {
         let mut kernels = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2") {
@@ -60,8 +68,34 @@ impl Kernel {
             if is_x86_feature_detected!("avx2") {
                 kernels.push(Self::Avx2);
             }
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vbmi")
+            {
+                kernels.push(Self::Avx512);
+            }
         }
         kernels
+    }
+
+    /// Encodes the symbols of two bit strings to two slots, taking turns. Gives the lengths, or None when a symbol has no code.
+    fn encode(self, code: &Code, symbols: [&[u8]; 2], slots: [&mut Slot; 2]) -> Option<[usize; 2]> {
+        match self {
+            Self::Portable => scalar(code, symbols, slots),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the kernel was chosen because the CPU has these features.
+            Self::Bmi2 => unsafe { scalar_bmi2(code, symbols, slots) },
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => match avx2::Windows::of(code) {
+                // SAFETY: as above.
+                Some(windows) => unsafe { avx2::encode(&windows, code, symbols, slots) },
+                // SAFETY: as above; the features of this kernel are those and more.
+                None => unsafe { scalar_bmi2(code, symbols, slots) },
+            },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Self::Avx512 => unsafe { avx512::encode(code, symbols, slots) },
+        }
     }
 }
 
@@ -79,9 +113,9 @@ impl Coder {
     }
 
     /// A coder with this kernel.
-    pub fn with_kernel(kernel: Kernel) -> Self {
+    pub(crate) fn with_kernel(kernel: Kernel) -> Self {
         Self {
-            slots: vec![0; 4 * SLOT_STRIDE].into(),
+            slots: Box::new([[0; SLOT_LEN + WORD_LEN]; 2]),
             kernel,
         }
     }
@@ -98,56 +132,51 @@ impl Coder {
             "{} symbols in a block",
             symbols.len()
         );
-        let quarters = quarters(symbols);
-        let mut strides = self.slots.chunks_exact_mut(SLOT_STRIDE);
-        let mut slots = [(); 4].map(|()| -> &mut Slot {
-            let stride = strides.next().expect("four strides");
-            stride.first_chunk_mut().expect("a stride holds a slot")
-        });
-        let lens = match self.kernel {
-            Kernel::Portable => scalar(code, quarters, &mut slots),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: the kernel was chosen because the CPU has these features.
-            Kernel::Bmi2 => unsafe { scalar_bmi2(code, quarters, &mut slots) },
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => {
-                // SAFETY: the kernel was chosen because the CPU has these features.
-                let encoded = unsafe { avx2::encode(code, quarters, &mut slots) };
-                // SAFETY: as above.
-                encoded.unwrap_or_else(|| unsafe { scalar_bmi2(code, quarters, &mut slots) })
-            }
-        }?;
-
-        let (jump_table, mut rest) = out.split_at_mut_checked(JUMP_TABLE_LEN)?;
-        for (entry, &len) in jump_table.chunks_exact_mut(2).zip(&lens) {
-            entry.copy_from_slice(&u16::try_from(len).ok()?.to_le_bytes());
-        }
+        let [first, second, third, fourth] = quarters(symbols);
+        let mut lens = [0; 4];
         let mut total = JUMP_TABLE_LEN;
-        for (slot, &len) in slots.iter().zip(&lens) {
-            let place;
-            (place, rest) = rest.split_at_mut_checked(len)?;
-            place.copy_from_slice(&slot[..len]);
-            total += len;
+        for (pair, lens) in [[first, second], [third, fourth]]
+            .into_iter()
+            .zip(lens.as_chunks_mut().0)
+        {
+            let room = out.get_mut(total..)?;
+            *lens = if let Some(place) = room.first_chunk_mut() {
+                self.kernel
+                    .encode(code, pair, [place, &mut self.slots[1]])?
+            } else {
+                let [slot0, slot1] = &mut *self.slots;
+                let lens = self.kernel.encode(code, pair, [slot0, slot1])?;
+                room.get_mut(..lens[0])?.copy_from_slice(&slot0[..lens[0]]);
+                lens
+            };
+            let place = room.get_mut(lens[0]..)?.get_mut(..lens[1])?;
+            place.copy_from_slice(&self.slots[1][..lens[1]]);
+            total += lens[0] + lens[1];
+        }
+        for (entry, &len) in out[..JUMP_TABLE_LEN]
+            .as_chunks_mut()
+            .0
+            .iter_mut()
+            .zip(&lens)
+        {
+            *entry = u16::try_from(len).ok()?.to_le_bytes();
         }
         Some(total)
     }
 }
 
-/// Bits from 8 up of an entry count the symbols that have a code: see [`BitString`].
-const COUNT_ONE: u64 = 1 << 8;
+/// Bits from here up of an entry count the symbols that have a code: see [`BitString`].
+const COUNT_BIT: u32 = 8;
 
-/// An entry: the code at the top, a 1 for the count of symbols, the code's length in the lowest byte.
-pub(super) fn entries(codes: &[u16; 256], lengths: &[u8; 256]) -> [u64; 256] {
-    let mut entries = [0; 256];
-    for ((entry, &code), &length) in entries.iter_mut().zip(codes).zip(lengths) {
-        // A length of 0 would shift by 64; such a symbol has code 0 in any case.
-        let place = (64 - u32::from(length)) % 64;
-        *entry = u64::from(code) << place | u64::from(length) | u64::from(length > 0) * COUNT_ONE;
-    }
-    entries
+/// An entry: the code at the top, a 1 for the count of symbols, the code's length in the lowest byte. 0 for a symbol without a code.
+#[inline(always)]
+fn entry(code: u8, length: u8) -> u64 {
+    // A length of 0 would shift by 64; such a symbol has code 0 in any case.
+    u64::from(code).wrapping_shl(u32::from(length).wrapping_neg())
+        | u64::from(length > 0) << COUNT_BIT
+        | u64::from(length)
 }
 
-/// The lowest byte of an entry: a length. Where it is put into the accumulator it may stay as long as fewer than 56 bits are pending.
 const LENGTH_MASK: u64 = 0xff;
 
 /// A bit string that grows. The newest bits are at the top of the accumulator and older ones below, so that to append is to shift right by the
@@ -171,23 +200,24 @@ impl BitString {
     /// Symbols that can be appended between two flushes: 7 pending bits and five codes of 11 are 62.
     const PER_FLUSH: usize = 5;
 
+    /// Leaves the entry's low bits in the accumulator, where no pending ones are as long as these are fewer than 55.
     #[inline(always)]
     fn push(&mut self, entry: u64) {
-        self.pending = self.pending.wrapping_shr(entry as u32) | entry;
+        self.pending = (self.pending >> (entry & 63)) | entry;
         self.sum = self.sum.wrapping_add(entry);
     }
 
     /// The fifth symbol of a row: its length would touch bits that are pending.
     #[inline(always)]
     fn push_clean(&mut self, entry: u64) {
-        self.pending = self.pending.wrapping_shr(entry as u32) | entry & !(LENGTH_MASK | COUNT_ONE);
+        self.pending = (self.pending >> (entry & 63)) | entry & !(LENGTH_MASK | 1 << COUNT_BIT);
         self.sum = self.sum.wrapping_add(entry);
     }
 
     /// Writes whole bytes out; up to 7 bits stay.
     #[inline(always)]
     fn flush(&mut self, slot: &mut Slot) {
-        let word = self.pending.wrapping_shr((self.sum as u32).wrapping_neg());
+        let word = self.pending >> (self.sum.wrapping_neg() & 63);
         let at = self.len % SLOT_LEN;
         slot[at..at + WORD_LEN].copy_from_slice(&word.to_le_bytes());
         self.len = self.len.wrapping_add((self.sum >> 3 & 7) as usize);
@@ -203,44 +233,31 @@ impl BitString {
         slot: &mut Slot,
     ) -> Option<usize> {
         for &symbol in rest.iter().rev() {
-            self.push_clean(code.entries[usize::from(symbol)]);
+            let symbol = usize::from(symbol);
+            self.push_clean(entry(code.codes[symbol], code.lengths[symbol]));
             self.flush(slot);
         }
-        let coded = (self.sum >> 8) as u32;
-        self.push_clean(1 << 63 | 1);
+        let coded = self.sum >> COUNT_BIT & 0xffff_ffff;
+        self.push_clean(entry(1, 1));
         self.flush(slot);
         let len = self.len + usize::from(self.sum & LENGTH_MASK > 0);
-        (coded as usize == count).then_some(len)
+        (coded == count as u64).then_some(len)
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "bmi1,bmi2")]
-fn scalar_bmi2(
-    code: &Code,
-    quarters: [&[u8]; 4],
-    slots: &mut [&mut Slot; 4],
-) -> Option<[usize; 4]> {
-    scalar(code, quarters, slots)
-}
-
-/// Two bit strings at a time: the next step of one need not wait for the last of the other.
-#[inline(always)]
-fn scalar(code: &Code, quarters: [&[u8]; 4], slots: &mut [&mut Slot; 4]) -> Option<[usize; 4]> {
-    let [slot0, slot1, slot2, slot3] = slots;
-    let [len0, len1] = scalar_pair(code, [quarters[0], quarters[1]], slot0, slot1)?;
-    let [len2, len3] = scalar_pair(code, [quarters[2], quarters[3]], slot2, slot3)?;
-    Some([len0, len1, len2, len3])
+fn scalar_bmi2(code: &Code, symbols: [&[u8]; 2], slots: [&mut Slot; 2]) -> Option<[usize; 2]> {
+    scalar(code, symbols, slots)
 }
 
 #[inline(always)]
-fn scalar_pair(
-    code: &Code,
-    symbols: [&[u8]; 2],
-    slot0: &mut Slot,
-    slot1: &mut Slot,
-) -> Option<[usize; 2]> {
-    let entry = |symbol: u8| code.entries[usize::from(symbol)];
+fn scalar(code: &Code, symbols: [&[u8]; 2], [slot0, slot1]: [&mut Slot; 2]) -> Option<[usize; 2]> {
+    let mut entries = [0; 256];
+    for ((made, &code), &length) in entries.iter_mut().zip(&code.codes).zip(&code.lengths) {
+        *made = entry(code, length);
+    }
+    let entry = |symbol: u8| entries[usize::from(symbol)];
     let [mut string0, mut string1] = [BitString::EMPTY; 2];
     let rows = symbols[1].len().min(symbols[0].len()) / BitString::PER_FLUSH;
     let [(rest0, rows0), (rest1, rows1)] =
@@ -267,24 +284,30 @@ fn scalar_pair(
     ])
 }
 
-/// Most records of one step.
-pub(super) const RECORDS_MAX: usize = 16;
-
-/// Codes of several symbols each, strung together: what vector kernels make of one step's symbols, in their order.
+/// Codes of several symbols each, strung together: what vector kernels make of one step's symbols, in their order. At most `MAX`.
 #[repr(align(64))]
-pub(super) struct Records {
-    pub(super) codes: [u64; RECORDS_MAX],
+pub(super) struct Records<const MAX: usize> {
+    pub(super) codes: [u64; MAX],
     /// At most 56 bits each, so that 7 pending bits and a record fit a word.
-    pub(super) lengths: [u64; RECORDS_MAX],
+    pub(super) lengths: [u64; MAX],
     pub(super) count: usize,
 }
 
-impl Records {
+impl<const MAX: usize> Records<MAX> {
     pub(super) const EMPTY: Self = Self {
-        codes: [0; RECORDS_MAX],
-        lengths: [0; RECORDS_MAX],
+        codes: [0; MAX],
+        lengths: [0; MAX],
         count: 0,
     };
+}
+
+/// Most bits of a record.
+pub(super) const RECORD_BITS_MAX: i32 = 56;
+
+/// Whether so many symbols together fit a record unless they are longer than the mean by more than so many standard deviations.
+pub(super) fn fit_a_record(code: &Code, symbols: f64, deviations: f64) -> bool {
+    code.mean_bits * symbols + deviations * (code.variance * symbols).sqrt()
+        < f64::from(RECORD_BITS_MAX)
 }
 
 /// A bit string that grows by records: here the oldest pending bit is the lowest.
@@ -304,33 +327,42 @@ impl RecordString {
 
     #[inline(always)]
     fn append(&mut self, code: u64, length: u64, slot: &mut Slot) {
-        self.pending |= code.wrapping_shl(self.pending_bits as u32);
+        self.pending |= code << (self.pending_bits & 63);
         let at = self.len % SLOT_LEN;
         slot[at..at + WORD_LEN].copy_from_slice(&self.pending.to_le_bytes());
         self.pending_bits = self.pending_bits.wrapping_add(length);
-        self.len = self.len.wrapping_add((self.pending_bits >> 3) as usize);
-        self.pending = self.pending.wrapping_shr((self.pending_bits & 56) as u32);
+        let whole_bytes = self.pending_bits & 56;
+        self.pending >>= whole_bytes;
+        self.len = self.len.wrapping_add((whole_bytes >> 3) as usize);
         self.pending_bits &= 7;
     }
 
-    /// Appends `records`, the last one first; mostly there are `USUAL` of them.
+    /// Appends `records`, the last one first. Mostly there are as many as `usual` has, and they stand in that order.
     #[inline(always)]
-    pub(super) fn append_all<const USUAL: usize>(&mut self, records: &Records, slot: &mut Slot) {
+    pub(super) fn append_all<const USUAL: usize, const MAX: usize>(
+        &mut self,
+        records: &Records<MAX>,
+        usual: &[usize; USUAL],
+        slot: &mut Slot,
+    ) {
         if records.count == USUAL {
-            for index in (0..USUAL).rev() {
+            for &index in usual.iter().rev() {
                 self.append(records.codes[index], records.lengths[index], slot);
             }
         } else {
-            for (&code, &length) in records
-                .codes
-                .iter()
-                .zip(&records.lengths)
-                .take(records.count)
-                .rev()
-            {
-                self.append(code, length, slot);
-            }
+            *self = self.append_unusual(records, slot);
         }
+    }
+
+    /// The same for another number of records, which stand in their order. By value, so that what the caller has may stay in registers.
+    #[cold]
+    #[inline(never)]
+    fn append_unusual<const MAX: usize>(mut self, records: &Records<MAX>, slot: &mut Slot) -> Self {
+        let pairs = records.codes.iter().zip(&records.lengths);
+        for (&code, &length) in pairs.take(records.count).rev() {
+            self.append(code, length, slot);
+        }
+        self
     }
 
     /// The same bit string for the scalar kernel, which counts on from `count` symbols.
@@ -342,7 +374,7 @@ impl RecordString {
         };
         BitString {
             pending,
-            sum: (count as u64) << 8 | self.pending_bits,
+            sum: (count as u64) << COUNT_BIT | self.pending_bits,
             len: self.len,
         }
     }

@@ -31,6 +31,13 @@ impl Header {
     }
 }
 
+/// Whether there is a description of a code with these lengths in any case: the four-bit form.
+pub(super) fn is_surely_possible(lengths: &[u8; 256]) -> bool {
+    lengths[DIRECT_WEIGHTS_MAX + 1..]
+        .iter()
+        .all(|&length| length == 0)
+}
+
 /// The description of a complete code with these lengths; None when neither form can express it.
 pub(super) fn of(lengths: &[u8; 256]) -> Option<Header> {
     let last = lengths.iter().rposition(|&length| length > 0)?;
