@@ -54,8 +54,8 @@ const REQUESTS_PER_THREAD: usize = 4;
 const RING_CHUNKS_MAX: usize = 8;
 /// Two: one is copied while the other is compressed.
 const RING_CHUNKS_MIN: usize = 2;
-/// Memory of one frame in a table. Most is needed while it is encoded or read: 21 bytes as columns (stored length 4, kind 1, digest 16), at most 42 as JSON, and slack for a column that
-/// grows while it is read. While it is loaded it is the columns and at most one [`FetchGroup`] of 32 bytes: 53.
+/// Memory of one frame in a table. Most is needed while it is encoded or read: 22 bytes as columns (stored length 4, kind 1, filter 1, digest 16), at most 43 as JSON, and slack for a column that
+/// grows while it is read. While it is loaded it is the columns and at most one [`FetchGroup`] of 32 bytes: 54.
 const TABLE_BYTES_PER_FRAME: u64 = 80;
 /// Default bytes of one ranged read.
 const FETCH_LEN_DEFAULT: u64 = 16 * MIB;
@@ -107,7 +107,7 @@ pub struct SaveSettings {
     pub threads: u32,
     /// Parts in flight at once, at least 1.
     pub parallelism: u32,
-    /// Bytes that each compressing thread's context takes ([`Level::context_bytes`](crate::codec::Level::context_bytes)).
+    /// Bytes that each compressing thread's context takes ([`Settings::context_bytes`](crate::codec::Settings::context_bytes)).
     pub context_bytes: u64,
 }
 

@@ -30,7 +30,7 @@ pub(super) fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failu
         budget_is_set: pipeline.memory_budget_is_set,
         threads: pipeline.threads,
         parallelism: session.config.store.parallelism,
-        context_bytes: session.config.compression.level.context_bytes(),
+        context_bytes: session.config.compression.settings.context_bytes(),
     };
     let gpu_memory: Vec<u64> = driver
         .devices()
@@ -75,7 +75,7 @@ impl Memory {
         }
         let mut encoders = Vec::new();
         for _ in 0..plan.threads {
-            let mut encoder = Encoder::new(session.config.compression.level)?;
+            let mut encoder = Encoder::new(session.config.compression.settings)?;
             encoder.warm_up(len(plan.chunk_len))?;
             encoders.push(encoder);
         }

@@ -268,7 +268,7 @@ impl Decoding<'_> {
             let len = job.frame.raw_len as usize;
             let raw = &mut buffer[..len];
             let stored = &job.fetched[job.bytes.clone()];
-            if let Err(error) = decoder.decode(stored, job.frame.digest, raw) {
+            if let Err(error) = decoder.decode(stored, job.frame.filter, job.frame.digest, raw) {
                 self.again
                     .decode(&mut decoder, lane, &job.frame, error, raw)?;
             }
@@ -318,7 +318,7 @@ impl FetchAgain {
                     () = self.given_up.cancelled() => Err(PipelineError::Cancelled),
                 }
             })?;
-            match decoder.decode(&stored, frame.digest, raw) {
+            match decoder.decode(&stored, frame.filter, frame.digest, raw) {
                 Ok(()) => return Ok(()),
                 Err(still) => error = still,
             }
@@ -465,7 +465,7 @@ impl Fetcher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::{Digest, FrameKind};
+    use crate::codec::{Digest, Filter, FrameKind};
     use crate::store::faulty::{Fault, Faulty};
 
     #[test]
@@ -474,7 +474,7 @@ mod tests {
         let frame_count = 2000;
         let mut table = FrameTable::new(frame_count * 128, 128);
         for _ in 0..frame_count {
-            table.push(FRAME_LEN, FrameKind::Raw, Digest::of(b""));
+            table.push(FRAME_LEN, FrameKind::Raw, Filter::None, Digest::of(b""));
         }
         let store = Arc::new(Faulty::new().fail("get_range", 1..u32::MAX, Fault::Refused));
         let lane = LoadLane {

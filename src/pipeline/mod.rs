@@ -12,6 +12,7 @@
 
 mod abort;
 mod copy;
+mod effort;
 mod gauge;
 mod lend;
 mod load;

@@ -30,7 +30,8 @@ use super::lend::Lender;
 use super::part::OpenPart;
 use super::save::SaveResources;
 use crate::codec::checksum::Summing;
-use crate::codec::{Crc64, Digest, FrameKind};
+use crate::codec::frame::raw_pieces;
+use crate::codec::{Crc64, Digest, Filter, FrameKind};
 use crate::driver::{BufferPool, PoolBuf};
 use crate::manifest::FrameTable;
 use crate::store::{PartBody, PartNumber};
@@ -38,12 +39,20 @@ use crate::store::{PartBody, PartNumber};
 /// A chunk as a frame, not in its place yet.
 #[derive(Debug)]
 pub(super) struct PackedFrame {
-    /// Holds the frame at its start.
-    pub(super) buffer: PoolBuf,
+    pub(super) bytes: FrameBytes,
     /// CRC64NVME of the frame.
     pub(super) crc64: Crc64,
     /// What the frame table will say.
     pub(super) record: FrameRecord,
+}
+
+/// Where a frame's bytes are.
+#[derive(Debug)]
+pub(super) enum FrameBytes {
+    /// At the start of a frame buffer.
+    Written(PoolBuf),
+    /// The raw frame of the chunk at the start of a chunk buffer, with this content checksum.
+    Raw { chunk: PoolBuf, checksum: u32 },
 }
 
 /// What the frame table will say about one frame.
@@ -55,6 +64,8 @@ pub(super) struct FrameRecord {
     pub(super) raw_len: u32,
     /// How the frame was made.
     pub(super) kind: FrameKind,
+    /// What was done to the chunk's bytes first.
+    pub(super) filter: Filter,
     /// Digest of the raw bytes.
     pub(super) digest: Digest,
 }
@@ -78,6 +89,8 @@ pub(super) struct Packing {
     pub(super) lend_from: usize,
     /// Lends frame buffers.
     pub(super) frames: Lender,
+    /// Lends chunk buffers of the lane.
+    pub(super) ring: Lender,
     /// What is not lent is copied into these.
     pub(super) pack_buffers: BufferPool,
 }
@@ -85,14 +98,18 @@ pub(super) struct Packing {
 /// Frames of at least this share of a chunk, one over so much, are lent. Shorter ones would hold a whole frame buffer for little, and are quick to copy.
 const LEND_FROM_SHARE: usize = 4;
 
+/// Chunk buffers of a lane that are never lent: one is copied into while the other is compressed.
+const CHUNKS_KEPT: usize = 2;
+
 impl Packing {
-    /// The packing of a run.
-    pub(super) fn of(resources: &SaveResources) -> Self {
+    /// The packing of a lane; all lanes share the frame buffers that `frames` lends.
+    pub(super) fn of(resources: &SaveResources, frames: &Lender, ring: &BufferPool) -> Self {
         let chunk_len = usize::try_from(resources.chunk_len).unwrap_or(usize::MAX);
         Self {
             part_len: resources.part_len,
             lend_from: chunk_len / LEND_FROM_SHARE,
-            frames: Lender::new(&resources.frame_buffers, resources.encoders.len() + 1),
+            frames: frames.clone(),
+            ring: Lender::new(ring, CHUNKS_KEPT),
             pack_buffers: resources.pack_buffers.clone(),
         }
     }
@@ -168,7 +185,7 @@ impl Packer {
         while let Some(frame) = self.waiting.remove(&(self.table.frame_count() as u64)) {
             let record = frame.record;
             self.table
-                .push(record.stored_len, record.kind, record.digest);
+                .push(record.stored_len, record.kind, record.filter, record.digest);
             self.pack(frame)?;
         }
         if self.table.is_complete() {
@@ -195,21 +212,32 @@ impl Packer {
 
     fn pack(&mut self, frame: PackedFrame) -> Result<(), PipelineError> {
         let PackedFrame {
-            buffer,
+            bytes,
             crc64,
             record,
         } = frame;
-        let len = record.stored_len as usize;
-        let whole = Rest { len, crc64 };
+        let whole = Rest {
+            len: record.stored_len as usize,
+            crc64,
+        };
         let raw_len = u64::from(record.raw_len);
-        let (bytes, way) = self.hand_over(buffer, len);
-        self.append([bytes], way, whole, raw_len)
+        match bytes {
+            FrameBytes::Written(buffer) => {
+                let (frame, way) = self.hand_over(&self.packing.frames, buffer, whole.len);
+                self.append([frame], way, whole, raw_len)
+            }
+            FrameBytes::Raw { chunk, checksum } => {
+                let len = record.raw_len as usize;
+                let (chunk, way) = self.hand_over(&self.packing.ring, chunk, len);
+                self.append(raw_pieces(chunk, checksum), way, whole, raw_len)
+            }
+        }
     }
 
     /// The first `len` bytes of a buffer, and whether a part may keep them.
-    fn hand_over(&self, buffer: PoolBuf, len: usize) -> (Bytes, Way) {
+    fn hand_over(&self, lender: &Lender, buffer: PoolBuf, len: usize) -> (Bytes, Way) {
         let lent = match len >= self.packing.lend_from {
-            true => self.packing.frames.lend(buffer, len),
+            true => lender.lend(buffer, len),
             false => Err(buffer),
         };
         match lent {
@@ -350,6 +378,7 @@ mod tests {
             part_len,
             lend_from: 20,
             frames: Lender::new(&frame_buffers, 16 - loans),
+            ring: Lender::new(&frame_buffers, 16 - loans),
             pack_buffers: BufferPool::new(100, 7, None).unwrap(),
         };
         (packing, frame_buffers)
@@ -358,12 +387,13 @@ mod tests {
     fn packed(bytes: &[u8], mut buffer: PoolBuf) -> PackedFrame {
         buffer[..bytes.len()].copy_from_slice(bytes);
         PackedFrame {
-            buffer,
+            bytes: FrameBytes::Written(buffer),
             crc64: Crc64::of(bytes),
             record: FrameRecord {
                 stored_len: u32::try_from(bytes.len()).unwrap(),
                 raw_len: 100,
                 kind: FrameKind::Raw,
+                filter: Filter::None,
                 digest: Digest::of(bytes),
             },
         }
@@ -447,6 +477,37 @@ mod tests {
             (frame_buffers.free_count(), pack_buffers.free_count()),
             (16, 100)
         );
+    }
+
+    #[test]
+    fn a_raw_frame_is_its_chunk_lent_or_copied() {
+        let chunk: Vec<u8> = (0..60).collect();
+        let frame = raw_pieces(Bytes::from(chunk.clone()), 7).collect::<Vec<_>>();
+        let frame = frame.concat();
+        for loans in [1, 0] {
+            let (out, mut parts) = unbounded_channel();
+            let (packing, ring) = packing(50, loans);
+            let mut packer = Packer::new(0, FrameTable::new(60, 60), packing, out);
+            let mut packed = packed(&chunk, ring.acquire().unwrap().0);
+            if let FrameBytes::Written(chunk) = packed.bytes {
+                packed.bytes = FrameBytes::Raw { chunk, checksum: 7 };
+            }
+            packed.crc64 = Crc64::of(&frame);
+            packed.record.raw_len = 60;
+            packed.record.stored_len = u32::try_from(frame.len()).unwrap();
+            packer.push(0, packed).unwrap();
+            assert_eq!(ring.free_count(), 16 - loans);
+            let object = packer.finish().unwrap();
+            let mut bytes = Vec::new();
+            while let Ok(job) = parts.try_recv() {
+                let part = job.body.pieces.concat();
+                assert_eq!(job.body.crc64, Crc64::of(&part).value());
+                bytes.extend(part);
+            }
+            assert_eq!(bytes[..frame.len()], frame[..]);
+            assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
+            assert_eq!(ring.free_count(), 16, "every loan ends");
+        }
     }
 
     #[test]

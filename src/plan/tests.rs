@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::codec::Level;
+use crate::codec::Settings;
 
 const GIB: u64 = 1 << 30;
 const TB: u64 = 1_000_000_000_000;
@@ -14,7 +14,7 @@ fn settings(memory_budget: u64) -> SaveSettings {
         budget_is_set: true,
         threads: 2,
         parallelism: 16,
-        context_bytes: Level::Fast.context_bytes(),
+        context_bytes: Settings::default().context_bytes(),
     }
 }
 

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::super::network::Network;
 use super::*;
-use crate::codec::Level;
+use crate::codec::Settings;
 use crate::driver::{DeviceMemory, fake};
 
 const CHUNK_LEN: usize = 256 << 10;
@@ -82,7 +82,7 @@ impl Case {
         let frame_len = crate::codec::frame_bound(CHUNK_LEN);
         let frame_count = self.threads + 1 + self.to_lend;
         let pack_count = (lanes.len() + 1) * PART_LEN.div_ceil(PACK_LEN);
-        let encoders = (0..self.threads).map(|_| Encoder::new(Level::Fast).unwrap());
+        let encoders = (0..self.threads).map(|_| Encoder::new(Settings::default()).unwrap());
         let resources = SaveResources {
             store: store.clone(),
             runtime: runtime.handle().clone(),
