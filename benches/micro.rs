@@ -4,7 +4,10 @@
 
 use std::hint::black_box;
 
-use ckptstream::codec::{Crc64, Decoder, Digest, Encoder, Level, frame_bound};
+use ckptstream::codec::frame::write_raw;
+use ckptstream::codec::{
+    Body, Crc64, Decoder, Digest, Effort, Encoder, Level, Settings, frame_bound,
+};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const CHUNK_LEN: usize = 4 << 20;
@@ -41,20 +44,31 @@ fn weights_chunk() -> Vec<u8> {
         .collect()
 }
 
+/// Huffman codes pay, a search for repetitions does not.
+const EFFORT: Effort = Effort(5.0);
+
+fn encoder(level: Level) -> Encoder {
+    let settings = Settings {
+        level,
+        ..Settings::default()
+    };
+    Encoder::new(settings).expect("memory for a context")
+}
+
 fn frames(criterion: &mut Criterion) {
     let chunks = [
-        ("zero", Level::Fast, vec![0; CHUNK_LEN]),
+        ("zero", Level::Auto, vec![0; CHUNK_LEN]),
         ("raw", Level::None, random_chunk()),
-        ("random", Level::Fast, random_chunk()),
-        ("weights", Level::Fast, weights_chunk()),
+        ("random", Level::Auto, random_chunk()),
+        ("weights", Level::Auto, weights_chunk()),
     ];
     let mut encode = criterion.benchmark_group("encode");
     encode.throughput(Throughput::Bytes(CHUNK_LEN as u64));
     for (name, level, chunk) in &chunks {
-        let mut encoder = Encoder::new(*level).expect("memory for a context");
+        let mut encoder = encoder(*level);
         let mut frame = vec![0; frame_bound(CHUNK_LEN)];
         encode.bench_function(*name, |bencher| {
-            bencher.iter(|| encoder.encode(black_box(chunk), &mut frame));
+            bencher.iter(|| encoder.encode(black_box(chunk), &mut frame, EFFORT));
         });
     }
     encode.finish();
@@ -62,14 +76,18 @@ fn frames(criterion: &mut Criterion) {
     let mut decode = criterion.benchmark_group("decode");
     decode.throughput(Throughput::Bytes(CHUNK_LEN as u64));
     for (name, level, chunk) in &chunks {
-        let mut encoder = Encoder::new(*level).expect("memory for a context");
+        let mut encoder = encoder(*level);
         let mut frame = vec![0; frame_bound(CHUNK_LEN)];
-        let encoded = encoder.encode(chunk, &mut frame);
-        frame.truncate(encoded.len);
+        let encoded = encoder.encode(chunk, &mut frame, EFFORT);
+        if let Body::Raw { checksum } = encoded.body {
+            write_raw(chunk, checksum, &mut frame);
+        }
+        frame.truncate(encoded.len());
         let mut decoder = Decoder::new().expect("memory for a context");
         let mut out = vec![0; CHUNK_LEN];
         decode.bench_function(*name, |bencher| {
-            bencher.iter(|| decoder.decode(black_box(&frame), encoded.digest, &mut out));
+            let (filter, digest) = (encoded.filter, encoded.digest);
+            bencher.iter(|| decoder.decode(black_box(&frame), filter, digest, &mut out));
         });
     }
     decode.finish();

@@ -13,7 +13,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::codec::Level;
+use crate::codec::{FilterChoice, Level, Settings};
 use crate::driver::GpuUuid;
 
 pub use environment::Environment;
@@ -62,7 +62,7 @@ pub struct StoreConfig {
     pub path_style: bool,
     /// Part size in bytes, 5 MiB to 5 GiB; `None` derives it from the GPUs' memory.
     pub part_size: Option<u64>,
-    /// Requests in flight at once, 1 to 256.
+    /// Most requests in flight at once, 1 to 256.
     pub parallelism: u32,
     /// What goes with every part.
     pub checksum: PartChecksum,
@@ -103,8 +103,8 @@ pub struct PipelineConfig {
 /// `[compression]`
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompressionConfig {
-    /// Which effort.
-    pub level: Level,
+    /// What encoders are to do.
+    pub settings: Settings,
 }
 
 /// `[driver]`
@@ -423,7 +423,7 @@ impl StoreConfig {
                 .map(|size| size.size(5 * MIB, 5 * GIB))
                 .transpose()?,
             parallelism: value::count("store.parallelism", store.parallelism, 1, 256)?
-                .unwrap_or(16),
+                .unwrap_or(64),
             checksum: Setting::file("store.checksum", store.checksum.as_deref())
                 .map(|word| {
                     word.word(&[
@@ -568,23 +568,29 @@ impl CompressionConfig {
             expected: EXPECTED.to_owned(),
         };
         let level = match &raw.mode {
-            None => Level::Fast,
+            None => Level::Auto,
             Some(CompressionMode::Level(level)) => match i32::try_from(*level) {
                 Ok(level @ 1..=19) => Level::Zstd(level),
                 _ => return Err(invalid(level.to_string())),
             },
             Some(CompressionMode::Word(word)) => match word.as_str() {
-                "auto" => Level::Fast,
+                "auto" => Level::Auto,
                 "none" => Level::None,
                 "max-ratio" => Level::MaxRatio,
                 _ => return Err(invalid(word.clone())),
             },
         };
-        // Byte planes do not exist yet: `auto` is `none`, and any other name is refused.
-        Setting::file("compression.filter", raw.filter.as_deref())
-            .map(|word| word.word(&[("auto", ()), ("none", ())]))
-            .transpose()?;
-        Ok(Self { level })
+        let filters = [("auto", FilterChoice::Auto), ("none", FilterChoice::None)];
+        let filter = Setting::file("compression.filter", raw.filter.as_deref())
+            .map(|word| word.word(&filters))
+            .transpose()?
+            .unwrap_or_default();
+        let settings = Settings {
+            level,
+            filter,
+            ..Settings::default()
+        };
+        Ok(Self { settings })
     }
 }
 

@@ -739,7 +739,7 @@ mod tests {
 
     use super::*;
     use crate::codec::sample_data::frame_of;
-    use crate::codec::{Encoder, Level};
+    use crate::codec::{Encoder, Settings};
     use crate::job_log::append_image;
     use crate::manifest::{
         Capture, CaptureMode, DeviceRecord, Host, ImageKind, ObjectRecord, ProcessRecord,
@@ -787,17 +787,18 @@ mod tests {
         let raw: Vec<u8> = (0..CHUNK_LEN * 3 / 2)
             .map(|at| (at / 4096).to_le_bytes()[0])
             .collect();
-        let mut encoder = Encoder::new(Level::Fast).unwrap();
+        let mut encoder = Encoder::new(Settings::default()).unwrap();
         let mut table = FrameTable::new(raw.len() as u64, CHUNK_LEN);
         let mut object = Vec::new();
         for chunk in raw.chunks(usize::try_from(CHUNK_LEN).unwrap()) {
             let (frame, encoded) = frame_of(&mut encoder, chunk);
             table.push(
-                u32::try_from(encoded.len).unwrap(),
+                u32::try_from(encoded.len()).unwrap(),
                 encoded.kind,
+                encoded.filter,
                 encoded.digest,
             );
-            object.extend_from_slice(&frame[..encoded.len]);
+            object.extend_from_slice(&frame[..encoded.len()]);
         }
         object.extend(table.seek_table());
         let table = table.encode();

@@ -7,7 +7,7 @@
 //! <job>/data/<attempt>/attempt.json     AttemptClaim: claims the prefix before the first upload
 //! <job>/data/<attempt>/manifest.json    Manifest: processes, devices, extents; per extent the key, length and checksum of its object, and
 //!                                       the key, length and digest of its frame table. Ends with a digest of itself
-//! <job>/data/<attempt>/….json           FrameTable: per frame its stored length, kind and digest of the raw bytes
+//! <job>/data/<attempt>/….json           FrameTable: per frame its stored length, kind, filter and digest of the raw bytes
 //! <job>/data/<attempt>/….zst            the object: the extent's frames in order, then the seek table
 //! ```
 //!
@@ -38,8 +38,10 @@ pub const FORMAT: u32 = 1;
 /// Most bytes of a manifest, 1 MiB.
 pub const MANIFEST_LEN_MAX: usize = 1 << 20;
 
-/// Required features that this build knows. A later version names here what an older reader must not ignore (byte planes, for instance).
-const KNOWN_FEATURES: &[&str] = &[];
+/// The feature of files with frames behind a filter: a reader that does not know it would take planes for raw bytes.
+const PLANES: &str = "planes";
+/// Required features that this build knows. A later version names here what an older reader must not ignore.
+const KNOWN_FEATURES: &[&str] = &[PLANES];
 
 /// What is in an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -84,7 +86,7 @@ impl fmt::Display for CaptureMode {
 pub struct Manifest {
     /// [`FORMAT`].
     pub format: u32,
-    /// Features that a reader must know to read the image rightly; version 1 has none.
+    /// Features that a reader must know to read the image rightly: those of all its frame tables ([`features_of`]).
     pub features: Vec<String>,
     /// Who wrote it, for instance `ckptstream 0.1.0`. A label.
     pub tool: String,
@@ -269,6 +271,12 @@ const TRAILER_END: &[u8] = b"\"\n}\n";
 /// Digest of a whole file: what the log entry holds of the manifest, and the manifest of a table.
 pub fn digest_of(bytes: &[u8]) -> Digest {
     Digest::of(bytes)
+}
+
+/// What a reader must know to read an image with these tables rightly.
+pub fn features_of<'a>(tables: impl IntoIterator<Item = &'a FrameTable>) -> Vec<String> {
+    let has_planes = tables.into_iter().any(FrameTable::has_planes);
+    has_planes.then(|| PLANES.to_owned()).into_iter().collect()
 }
 
 /// Key, relative to the job, of an attempt's manifest.
@@ -598,8 +606,8 @@ fn check_own_digest(bytes: &[u8]) -> Result<(), ManifestError> {
     Ok(())
 }
 
-/// Looks at version and features alone: in another version the other fields may be other ones.
-fn check_version(what: &'static str, bytes: &[u8]) -> Result<(), ManifestError> {
+/// Looks at version and features alone, which it returns: in another version the other fields may be other ones.
+fn check_version(what: &'static str, bytes: &[u8]) -> Result<Vec<String>, ManifestError> {
     #[derive(Deserialize)]
     struct Version {
         format: u32,
@@ -618,11 +626,12 @@ fn check_version(what: &'static str, bytes: &[u8]) -> Result<(), ManifestError> 
     }
     let Features { features } = parse(what, bytes)?;
     let unknown = features
-        .into_iter()
+        .iter()
         .find(|name| !KNOWN_FEATURES.contains(&name.as_str()));
-    unknown.map_or(Ok(()), |name| {
-        Err(ManifestError::UnknownFeature { what, name })
-    })
+    match unknown.cloned() {
+        Some(name) => Err(ManifestError::UnknownFeature { what, name }),
+        None => Ok(features),
+    }
 }
 
 fn parse<'a, T: Deserialize<'a>>(what: &'static str, bytes: &'a [u8]) -> Result<T, ManifestError> {

@@ -10,12 +10,16 @@
 //! # Memory of a plan
 //!
 //! ```text
-//! save     gpus × ring_chunks × chunk_len + frame_buffers × frame_len_max + part_buffers × part_len + threads × context_bytes + table_bytes
+//! save     gpus × ring_chunks × chunk_len + frame_buffers × frame_len_max + pack_buffers × PACK_LEN + threads × context_bytes + table_bytes
 //! restore  Σ ring_chunks × chunk_len      + fetch_buffers × fetch_len_max                           + threads × context_bytes + table_bytes
 //! ```
 //!
-//! The least plan keeps everything moving (two chunks per GPU, so that copy and compression overlap; one frame per thread and one being packed; one part per GPU
-//! being filled and one under way). What the budget allows beyond it is dealt out in turns: a part, a chunk per GPU, a frame.
+//! The least plan keeps everything moving (two chunks per GPU, so that copy and compression overlap; one frame per thread and one being packed; pack buffers for one part per GPU
+//! being filled and one under way). What the budget allows beyond it is dealt out in turns, a part's worth each.
+//!
+//! A part that is saved has no memory of its own: it is slices of chunk buffers (what does not compress), of frame buffers (what does), and of pack buffers (what is copied, because it is short or no
+//! buffer could be lent). How the data will be is not known, so each of the three holds half of the parts that may be in flight and the one being filled: whatever the data are, their own
+//! kind and the pack buffers together hold all.
 
 use std::ops::Range;
 
@@ -41,12 +45,17 @@ const CHUNK_LEN_DEFAULT: u64 = 4 * MIB;
 /// Default chunk length for GPUs above [`LARGE_GPU_BYTES`]: fewer frames to list.
 const CHUNK_LEN_LARGE: u64 = 16 * MIB;
 const LARGE_GPU_BYTES: u64 = 32 << 30;
-/// More than this many chunks in flight per GPU only hides what the next stage cannot do.
+/// Length of a pack buffer in bytes. Every part may leave the last of its pack buffers nearly empty, so they are short against a part.
+pub const PACK_LEN: u64 = MIB;
+/// Requests in flight that memory is planned for on the smallest machine, and for each thread more: memory grows with the processors, as networks do. `store.parallelism` is the limit.
+const REQUESTS_MIN: usize = 8;
+const REQUESTS_PER_THREAD: usize = 4;
+/// More than this many chunks in flight per GPU, not counting those that parts hold, only hides what the next stage cannot do.
 const RING_CHUNKS_MAX: usize = 8;
 /// Two: one is copied while the other is compressed.
 const RING_CHUNKS_MIN: usize = 2;
-/// Memory of one frame in a table. Most is needed while it is encoded or read: 21 bytes as columns (stored length 4, kind 1, digest 16), at most 42 as JSON, and slack for a column that
-/// grows while it is read. While it is loaded it is the columns and at most one [`FetchGroup`] of 32 bytes: 53.
+/// Memory of one frame in a table. Most is needed while it is encoded or read: 22 bytes as columns (stored length 4, kind 1, filter 1, digest 16), at most 43 as JSON, and slack for a column that
+/// grows while it is read. While it is loaded it is the columns and at most one [`FetchGroup`] of 32 bytes: 54.
 const TABLE_BYTES_PER_FRAME: u64 = 80;
 /// Default bytes of one ranged read.
 const FETCH_LEN_DEFAULT: u64 = 16 * MIB;
@@ -98,7 +107,7 @@ pub struct SaveSettings {
     pub threads: u32,
     /// Parts in flight at once, at least 1.
     pub parallelism: u32,
-    /// Bytes that each compressing thread's context takes ([`Level::context_bytes`](crate::codec::Level::context_bytes)).
+    /// Bytes that each compressing thread's context takes ([`Settings::context_bytes`](crate::codec::Settings::context_bytes)).
     pub context_bytes: u64,
 }
 
@@ -115,8 +124,8 @@ pub struct SavePlan {
     pub ring_chunks: usize,
     /// Buffers of `frame_len_max` in the whole process, at least `threads` + 1.
     pub frame_buffers: usize,
-    /// Buffers of `part_len` in the whole process, at least one per GPU and one more.
-    pub part_buffers: usize,
+    /// Buffers of [`PACK_LEN`] in the whole process, at least a part's worth per GPU and one more.
+    pub pack_buffers: usize,
     /// Threads that compress; fewer than asked for when the budget is small.
     pub threads: u32,
     /// Bytes for the frame tables of all GPUs.
@@ -199,13 +208,14 @@ pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan
         .fold(0, u64::saturating_add);
 
     let gpus = gpu_memory.len();
+    let pack_buffers_per_part = count_of(part_len, PACK_LEN);
     let least = SavePlan {
         chunk_len,
         part_len,
         frame_len_max,
         ring_chunks: RING_CHUNKS_MIN,
         frame_buffers: 0,
-        part_buffers: gpus + 1,
+        pack_buffers: (gpus + 1) * pack_buffers_per_part,
         threads: 0,
         table_bytes,
         total_bytes: 0,
@@ -213,9 +223,9 @@ pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan
     let total_of = |plan: &SavePlan| {
         let ring = (gpus as u64).saturating_mul(product(plan.ring_chunks, chunk_len));
         let frames = product(plan.frame_buffers, frame_len_max as u64);
-        let parts = product(plan.part_buffers, part_len);
+        let packs = product(plan.pack_buffers, PACK_LEN);
         let contexts = u64::from(plan.threads).saturating_mul(settings.context_bytes);
-        sum(&[ring, frames, parts, contexts, table_bytes])
+        sum(&[ring, frames, packs, contexts, table_bytes])
     };
 
     let budget = Budget::of(settings.memory_budget, settings.budget_is_set);
@@ -228,20 +238,41 @@ pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan
         budget.most_threads(settings.threads, |threads| total_of(&with_threads(threads)))?;
     let mut plan = with_threads(threads);
 
-    let part_buffers_max = settings.parallelism as usize + gpus;
-    let frame_buffers_max = 2 * plan.threads as usize;
+    // Half of those in flight, and one per GPU that is being filled.
+    let lent_parts = planned_requests(settings.parallelism, threads).div_ceil(2) + gpus;
+    let chunks_per_part = count_of(part_len, chunk_len);
+    let lent_chunks = lent_parts * chunks_per_part;
+    let ring_step = chunks_per_part.div_ceil(gpus.max(1));
+    let ring_chunks_max = RING_CHUNKS_MAX + lent_chunks.div_ceil(gpus.max(1));
+    let frame_buffers_max = 2 * threads as usize + lent_chunks;
+    let pack_buffers_max = least.pack_buffers.max(lent_parts * pack_buffers_per_part);
     deal_out(
         &mut plan,
         budget.bytes,
         &total_of,
         &[
-            &|plan| grow(&mut plan.part_buffers, part_buffers_max),
-            &|plan| grow(&mut plan.ring_chunks, RING_CHUNKS_MAX),
-            &|plan| grow(&mut plan.frame_buffers, frame_buffers_max),
+            &|plan| grow_by(&mut plan.ring_chunks, ring_step, ring_chunks_max),
+            &|plan| grow_by(&mut plan.frame_buffers, chunks_per_part, frame_buffers_max),
+            &|plan| {
+                grow_by(
+                    &mut plan.pack_buffers,
+                    pack_buffers_per_part,
+                    pack_buffers_max,
+                )
+            },
+            // What is left when no part's worth fits any more.
+            &|plan| grow_by(&mut plan.ring_chunks, 1, ring_chunks_max),
+            &|plan| grow_by(&mut plan.frame_buffers, 1, frame_buffers_max),
         ],
     );
     plan.total_bytes = total_of(&plan);
     Ok(plan)
+}
+
+/// Requests in flight that memory is planned for.
+fn planned_requests(parallelism: u32, threads: u32) -> usize {
+    let by_machine = REQUESTS_MIN + REQUESTS_PER_THREAD.saturating_mul(threads as usize);
+    by_machine.min(parallelism as usize)
 }
 
 fn choose_chunk_len(largest: u64, set: Option<u64>) -> Result<u64, PlanError> {
@@ -391,7 +422,8 @@ pub fn plan_load(lanes: &[LoadLane], settings: &LoadSettings) -> Result<LoadPlan
         budget.most_threads(settings.threads, |threads| total_of(&with_threads(threads)))?;
     let mut plan = with_threads(threads);
 
-    let fetch_buffers_max = (settings.parallelism as usize + lanes.len()).max(FETCH_BUFFERS_MIN);
+    let requests = planned_requests(settings.parallelism, threads);
+    let fetch_buffers_max = (requests + lanes.len()).max(FETCH_BUFFERS_MIN);
     deal_out(
         &mut plan,
         budget.bytes,
@@ -488,9 +520,20 @@ fn deal_out<P: Clone>(
 }
 
 fn grow(count: &mut usize, max: usize) -> bool {
-    let grows = *count < max;
-    *count += usize::from(grows);
+    grow_by(count, 1, max)
+}
+
+/// As many as `step` more, up to `max`.
+fn grow_by(count: &mut usize, step: usize, max: usize) -> bool {
+    let larger = max.min(*count + step);
+    let grows = *count < larger;
+    *count = larger.max(*count);
     grows
+}
+
+/// How many of `unit_len` hold `len`.
+fn count_of(len: u64, unit_len: u64) -> usize {
+    usize::try_from(len.div_ceil(unit_len)).unwrap_or(usize::MAX)
 }
 
 fn product(count: usize, bytes: u64) -> u64 {

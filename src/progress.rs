@@ -52,6 +52,8 @@ pub struct Meter {
     pub in_flight: AtomicU32,
     /// Requests that were tried again since the start.
     pub retries: AtomicU64,
+    /// How often the store asked for fewer requests.
+    pub slow_downs: AtomicU64,
 }
 
 #[derive(Debug, Default)]

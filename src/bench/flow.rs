@@ -9,7 +9,10 @@ use super::BenchError;
 use super::device::Gpus;
 use super::measure::{Took, timed};
 use super::place::Place;
-use crate::codec::{Decoder, Digest, Encoder, Level, frame_bound};
+use crate::codec::frame::write_raw;
+use crate::codec::{
+    Body, Decoder, Digest, Effort, Encoded, Encoder, Filter, Settings, frame_bound,
+};
 use crate::config::Config;
 use crate::driver::{BufferPool, CopyQueue, Extent};
 use crate::manifest::FrameTable;
@@ -18,7 +21,7 @@ use crate::pipeline::{
     AloneLane, Destination, LoadLane, LoadResources, PipelineError, SaveLane, SaveResources,
     copy_in_alone, copy_out_alone, load, save,
 };
-use crate::plan::{self, LoadSettings, SavePlan, SaveSettings, plan_load, plan_save};
+use crate::plan::{self, LoadSettings, PACK_LEN, SavePlan, SaveSettings, plan_load, plan_save};
 use crate::progress::LaneMeter;
 use crate::store::memory::MemoryStore;
 use crate::store::{Key, Store};
@@ -26,12 +29,14 @@ use crate::store::{Key, Store};
 /// Makes encoders and decoders as a save and a load make them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Coder {
-    level: Level,
+    settings: Settings,
+    effort: Effort,
 }
 
 /// An encoder and the buffer that it writes to.
 pub(super) struct FrameEncoder {
     encoder: Encoder,
+    effort: Effort,
     out: Vec<u8>,
 }
 
@@ -45,6 +50,7 @@ pub(super) struct FrameDecoder {
 #[derive(Debug)]
 pub(super) struct Frame {
     bytes: Vec<u8>,
+    filter: Filter,
     digest: Digest,
 }
 
@@ -54,17 +60,20 @@ fn touched(len: usize) -> Vec<u8> {
 }
 
 impl Coder {
-    pub(super) fn new(config: &Config) -> Self {
+    /// A coder of the configured mode; in mode auto it tries as hard as `effort` says.
+    pub(super) fn new(config: &Config, effort: Effort) -> Self {
         Self {
-            level: config.compression.level,
+            settings: config.compression.settings,
+            effort,
         }
     }
 
     pub(super) fn encoder(self, chunk_len: usize) -> Result<FrameEncoder, BenchError> {
-        let mut encoder = Encoder::new(self.level)?;
+        let mut encoder = Encoder::new(self.settings)?;
         encoder.warm_up(chunk_len)?;
         Ok(FrameEncoder {
             encoder,
+            effort: self.effort,
             out: touched(frame_bound(chunk_len)),
         })
     }
@@ -76,14 +85,30 @@ impl Coder {
         })
     }
 
+    /// Lengths of the frames of a tile.
+    pub(super) fn stored_lens(
+        self,
+        tile: &[u8],
+        chunk_len: usize,
+    ) -> Result<impl Iterator<Item = usize>, BenchError> {
+        let mut encoder = self.encoder(chunk_len)?;
+        let chunks = tile.chunks(chunk_len);
+        Ok(chunks.map(move |chunk| encoder.frame(chunk).len()))
+    }
+
     /// The frames of a tile.
     pub(super) fn frames(self, tile: &[u8], chunk_len: usize) -> Result<Vec<Frame>, BenchError> {
         let mut encoder = self.encoder(chunk_len)?;
         let frames = tile.chunks(chunk_len).map(|chunk| {
-            let (len, digest) = encoder.frame(chunk);
+            let encoded = encoder.frame(chunk);
+            let len = match encoded.body {
+                Body::Written { len } => len,
+                Body::Raw { checksum } => write_raw(chunk, checksum, &mut encoder.out),
+            };
             Frame {
                 bytes: encoder.out[..len].to_vec(),
-                digest,
+                filter: encoded.filter,
+                digest: encoded.digest,
             }
         });
         Ok(frames.collect())
@@ -91,17 +116,18 @@ impl Coder {
 }
 
 impl FrameEncoder {
-    /// Length of the chunk's frame, and the chunk's digest.
-    pub(super) fn frame(&mut self, chunk: &[u8]) -> (usize, Digest) {
-        let encoded = self.encoder.encode(chunk, &mut self.out);
-        (encoded.len, encoded.digest)
+    /// The chunk's frame, in `out` unless it is raw.
+    pub(super) fn frame(&mut self, chunk: &[u8]) -> Encoded {
+        self.encoder.encode(chunk, &mut self.out, self.effort)
     }
 }
 
 impl FrameDecoder {
     pub(super) fn chunk(&mut self, frame: &Frame, raw_len: usize) -> Result<(), BenchError> {
         let raw = &mut self.out[..raw_len];
-        Ok(self.decoder.decode(&frame.bytes, frame.digest, raw)?)
+        Ok(self
+            .decoder
+            .decode(&frame.bytes, frame.filter, frame.digest, raw)?)
     }
 }
 
@@ -120,7 +146,7 @@ pub(super) fn save_plan(config: &Config, gpu_memory: &[u64]) -> Result<SavePlan,
         budget_is_set: config.pipeline.memory_budget_is_set,
         threads: config.pipeline.threads,
         parallelism: config.store.parallelism,
-        context_bytes: config.compression.level.context_bytes(),
+        context_bytes: config.compression.settings.context_bytes(),
     };
     Ok(plan_save(gpu_memory, &settings)?)
 }
@@ -183,7 +209,7 @@ impl Flow<'_> {
             }
             let mut encoders = Vec::new();
             for _ in 0..plan.threads {
-                let mut encoder = Encoder::new(self.config.compression.level)?;
+                let mut encoder = Encoder::new(self.config.compression.settings)?;
                 encoder.warm_up(len(plan.chunk_len))?;
                 encoders.push(encoder);
             }
@@ -193,7 +219,8 @@ impl Flow<'_> {
                 encoders,
                 chunk_len: plan.chunk_len,
                 frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,
-                part_buffers: BufferPool::new(plan.part_buffers, len(plan.part_len), None)?,
+                part_len: len(plan.part_len),
+                pack_buffers: BufferPool::new(plan.pack_buffers, len(PACK_LEN), None)?,
                 parallelism: self.config.store.parallelism as usize,
                 meter: Arc::clone(self.meter),
             };
@@ -374,7 +401,7 @@ fn repeated(table: &FrameTable, times: usize) -> FrameTable {
     FrameTable {
         raw_len: table.raw_len * times as u64,
         chunk_len: table.chunk_len,
-        filter: table.filter,
+        filters: table.filters.repeat(times),
         stored: table.stored.repeat(times),
         kinds: table.kinds.repeat(times),
         digests: table.digests.repeat(times),

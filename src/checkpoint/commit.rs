@@ -11,7 +11,7 @@ use crate::image::Image;
 use crate::job_log::{CommitError, ImageEntry, append_image};
 use crate::manifest::{
     Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host, ImageKind,
-    Manifest, ManifestError, ObjectRecord, ProcessRecord, digest_of, manifest_key,
+    Manifest, ManifestError, ObjectRecord, ProcessRecord, digest_of, features_of, manifest_key,
 };
 use crate::pipeline::SavedLane;
 use crate::session::Session;
@@ -86,7 +86,8 @@ pub(super) fn commit(
         to_put.push((Key::of_job(job, &table_key)?, encoded));
         tables.push(lane.table);
     }
-    let manifest = manifest(session, driver, target, attempt, extents);
+    let features = features_of(&tables);
+    let manifest = manifest(session, driver, target, attempt, (features, extents));
     let encoded = manifest.encode();
     let manifest_digest = digest_of(&encoded);
     let manifest_len = encoded.len();
@@ -141,11 +142,11 @@ fn manifest(
     driver: &Driver,
     target: &Target,
     attempt: &Attempt,
-    extents: Vec<ExtentRecord>,
+    (features, extents): (Vec<String>, Vec<ExtentRecord>),
 ) -> Manifest {
     Manifest {
         format: FORMAT,
-        features: Vec::new(),
+        features,
         tool: tool(),
         job: session.config.job.to_string(),
         kind: ImageKind::Gpu,

@@ -12,7 +12,7 @@ use crate::driver::{BufferPool, CheckpointingProcess, CopyQueue, Driver};
 use crate::error::{Failure, Phase};
 use crate::manifest::FrameTable;
 use crate::pipeline::{SaveLane, SaveResources};
-use crate::plan::{SavePlan, SaveSettings, plan_save};
+use crate::plan::{PACK_LEN, SavePlan, SaveSettings, plan_save};
 use crate::progress::LaneMeter;
 use crate::restore::plan_code;
 use crate::session::Session;
@@ -30,7 +30,7 @@ pub(super) fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failu
         budget_is_set: pipeline.memory_budget_is_set,
         threads: pipeline.threads,
         parallelism: session.config.store.parallelism,
-        context_bytes: session.config.compression.level.context_bytes(),
+        context_bytes: session.config.compression.settings.context_bytes(),
     };
     let gpu_memory: Vec<u64> = driver
         .devices()
@@ -50,7 +50,7 @@ pub(super) struct Memory {
     tables: Vec<FrameTable>,
     encoders: Vec<Encoder>,
     frame_buffers: BufferPool,
-    part_buffers: BufferPool,
+    pack_buffers: BufferPool,
 }
 
 impl Memory {
@@ -75,12 +75,12 @@ impl Memory {
         }
         let mut encoders = Vec::new();
         for _ in 0..plan.threads {
-            let mut encoder = Encoder::new(session.config.compression.level)?;
+            let mut encoder = Encoder::new(session.config.compression.settings)?;
             encoder.warm_up(len(plan.chunk_len))?;
             encoders.push(encoder);
         }
         let frame_buffers = BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?;
-        let part_buffers = BufferPool::new(plan.part_buffers, len(plan.part_len), None)?;
+        let pack_buffers = BufferPool::new(plan.pack_buffers, len(PACK_LEN), None)?;
         Ok(Self {
             plan,
             rings,
@@ -88,7 +88,7 @@ impl Memory {
             tables,
             encoders,
             frame_buffers,
-            part_buffers,
+            pack_buffers,
         })
     }
 
@@ -136,7 +136,8 @@ impl Memory {
             encoders: self.encoders,
             chunk_len: self.plan.chunk_len,
             frame_buffers: self.frame_buffers,
-            part_buffers: self.part_buffers,
+            part_len: usize::try_from(self.plan.part_len).unwrap_or(usize::MAX),
+            pack_buffers: self.pack_buffers,
             parallelism: session.config.store.parallelism as usize,
             meter: Arc::clone(&session.meter),
         };

@@ -9,8 +9,8 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use clap::{Args as ClapArgs, ValueEnum};
 
-use super::units::{float, size};
 use super::args::TimelineArgs;
+use super::units::{float, size};
 use crate::bench::{Data, Kind, Node, PipelineRate, Report, Settings, StageRate, To};
 use crate::config::{Overrides, RawConfig};
 

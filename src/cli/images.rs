@@ -357,7 +357,7 @@ mod tests {
     use super::*;
     use crate::cli::report::RunReport;
     use crate::codec::sample_data::frame_of;
-    use crate::codec::{Crc64, Digest, Encoder, Level};
+    use crate::codec::{Crc64, Digest, Encoder, Settings};
     use crate::job_log::{ImageEntry, append_image};
     use crate::manifest::{
         Capture, CaptureMode, Host, ObjectRecord, ProcessRecord, digest_of, manifest_key,
@@ -379,12 +379,13 @@ mod tests {
     /// Commits an image of one zero chunk.
     async fn save(store: &MemoryStore, job: &JobName, attempt: &str) {
         let chunk = vec![0; usize::try_from(CHUNK_LEN).expect("fits")];
-        let mut encoder = Encoder::new(Level::Fast).expect("encoder");
+        let mut encoder = Encoder::new(Settings::default()).expect("encoder");
         let (mut frame, encoded) = frame_of(&mut encoder, &chunk);
         let mut table = FrameTable::new(CHUNK_LEN, CHUNK_LEN);
         table.push(
-            u32::try_from(encoded.len).expect("fits"),
+            u32::try_from(encoded.len()).expect("fits"),
             encoded.kind,
+            encoded.filter,
             encoded.digest,
         );
         frame.extend(table.seek_table());

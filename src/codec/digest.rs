@@ -23,6 +23,33 @@ impl Digest {
     }
 }
 
+/// A [`Digest`] in the making, for bytes that are seen piece by piece.
+#[derive(Clone, Default)]
+pub struct Digesting(XxHash3_128);
+
+impl Digesting {
+    /// Of no bytes yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// The digest of all bytes taken.
+    pub fn finish(self) -> Digest {
+        Digest(self.0.finish_128())
+    }
+}
+
+impl fmt::Debug for Digesting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Digesting").finish_non_exhaustive()
+    }
+}
+
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
@@ -84,6 +111,21 @@ mod tests {
             Digest::of(b"").to_string(),
             "99aa06d3014798d86001c324468d497f"
         );
+    }
+
+    #[test]
+    fn pieces_give_the_digest_of_the_whole() {
+        let bytes: Vec<u8> = (0..100_000u32)
+            .map(|n| n.wrapping_mul(n).to_le_bytes()[2])
+            .collect();
+        for piece_len in [1, 63, 4096, 100_000] {
+            let mut digesting = Digesting::new();
+            bytes
+                .chunks(piece_len)
+                .for_each(|piece| digesting.update(piece));
+            assert_eq!(digesting.finish(), Digest::of(&bytes));
+        }
+        assert_eq!(Digesting::new().finish(), Digest::of(b""));
     }
 
     #[test]

@@ -21,7 +21,7 @@ thread_local! {
 }
 
 /// One GPU, its context retained.
-pub(super) fn driver() -> Arc<Driver> {
+pub(crate) fn driver() -> Arc<Driver> {
     let device = Device {
         ordinal: 0,
         uuid: GpuUuid([7; 16]),

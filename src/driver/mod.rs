@@ -13,7 +13,7 @@
 
 mod copy;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 mod pinned;
 mod process;
 mod sys;

@@ -1,6 +1,6 @@
 //! What every frame of one extent must be, in columns.
 //!
-//! One table per extent, as an object beside the manifest, which holds its digest. Columns keep it small: about 41 bytes a frame, 11 MB for 8 × 141 GB in
+//! One table per extent, as an object beside the manifest, which holds its digest. Columns keep it small: about 42 bytes a frame, 11 MB for 8 × 141 GB in
 //! chunks of 4 MiB. Offsets follow from the stored lengths, raw lengths from the chunk length; neither is stored, so neither can disagree.
 
 use std::fmt::{self, Write as _};
@@ -9,28 +9,30 @@ use std::ops::Range;
 use serde::Deserialize;
 
 use super::{
-    ExtentRecord, FORMAT, ManifestError, TableRecord, check_len, check_version, digest_of, ensure,
-    parse, rule,
+    ExtentRecord, FORMAT, ManifestError, PLANES, TableRecord, check_len, check_version, digest_of,
+    ensure, parse, rule,
 };
-use crate::codec::frame::{FRAME_LEN_MIN, Filter};
+use crate::codec::frame::frame_len_min;
 use crate::codec::seek_table::{self, SeekTableError};
-use crate::codec::{Digest, FrameKind, frame_bound};
+use crate::codec::{Digest, Filter, FrameKind, frame_bound};
 use crate::plan::Chunks;
 
 /// Most bytes of a frame table, 16 MiB.
 pub const TABLE_LEN_MAX: usize = 16 << 20;
 
-/// Most frames in one table, so that it stays below [`TABLE_LEN_MAX`] whatever the frames' lengths are: 399,359.
+/// Most frames in one table, so that it stays below [`TABLE_LEN_MAX`] whatever the frames' lengths are: 390,072.
 pub const FRAME_COUNT_MAX: u64 = ((TABLE_LEN_MAX - HEAD_LEN_MAX) / ENTRY_LEN_MAX) as u64;
 
 /// Everything in a table's file but the columns' entries.
 const HEAD_LEN_MAX: usize = 4096;
-/// Stored length (8 digits, a frame is shorter than 100 MB) and a comma, one letter, one digest.
-const ENTRY_LEN_MAX: usize = 9 + 1 + Digest::TEXT_LEN;
+/// Stored length (8 digits, a frame is shorter than 100 MB) and a comma, two letters, one digest.
+const ENTRY_LEN_MAX: usize = 9 + 2 + Digest::TEXT_LEN;
 
 const TABLE: &str = "frame table";
 const DIGEST_ALGORITHM: &str = "xxh3-128";
 const CODEC: &str = "zstd";
+/// What `filter` says in a table without the feature [`PLANES`], which has no column `filters`.
+const NO_FILTER: &str = "none";
 
 /// The frames of one extent, in the object's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,12 +41,12 @@ pub struct FrameTable {
     pub raw_len: u64,
     /// Bytes of raw data per frame; the last may hold less.
     pub chunk_len: u64,
-    /// What was done to each chunk before compression.
-    pub filter: Filter,
     /// Each frame's length in the object, in bytes.
     pub stored: Vec<u32>,
     /// How each frame was made.
     pub kinds: Vec<FrameKind>,
+    /// What was done to each chunk before compression.
+    pub filters: Vec<Filter>,
     /// Digest of each frame's raw bytes.
     pub digests: Vec<Digest>,
 }
@@ -80,7 +82,6 @@ impl FrameEntry {
 struct Columns<'a> {
     digest_algorithm: String,
     codec: String,
-    filter: Filter,
     raw_len: u64,
     chunk_len: u64,
     stored: Vec<u32>,
@@ -88,6 +89,19 @@ struct Columns<'a> {
     kinds: &'a str,
     #[serde(borrow)]
     digests: &'a str,
+}
+
+/// The member that says what was done to all chunks alike …
+#[derive(Deserialize)]
+struct OneFilter {
+    filter: String,
+}
+
+/// … and the one that stands in its place where it differs.
+#[derive(Deserialize)]
+struct FilterColumn<'a> {
+    #[serde(borrow)]
+    filters: &'a str,
 }
 
 fn field(name: &str) -> String {
@@ -142,19 +156,13 @@ impl Columns<'_> {
     }
 
     /// Reads the columns' entries.
-    fn into_table(self) -> Result<FrameTable, ManifestError> {
-        let kinds = self
-            .kinds
-            .chars()
-            .map(kind_of)
-            .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| {
-                rule(
-                    field("kinds"),
-                    &"unreadable",
-                    "it must be made of the letters z, r and c",
-                )
-            })?;
+    fn into_table(self, filters: Vec<Filter>) -> Result<FrameTable, ManifestError> {
+        let kinds = letters(
+            "kinds",
+            self.kinds,
+            kind_of,
+            "it must be made of the letters z, r and c",
+        )?;
         let digests = self
             .digests
             .as_bytes()
@@ -172,9 +180,9 @@ impl Columns<'_> {
         Ok(FrameTable {
             raw_len: self.raw_len,
             chunk_len: self.chunk_len,
-            filter: self.filter,
             stored: self.stored,
             kinds,
+            filters,
             digests,
         })
     }
@@ -191,9 +199,9 @@ impl FrameTable {
         Self {
             raw_len,
             chunk_len,
-            filter: Filter::None,
             stored: Vec::with_capacity(frame_count),
             kinds: Vec::with_capacity(frame_count),
+            filters: Vec::with_capacity(frame_count),
             digests: Vec::with_capacity(frame_count),
         }
     }
@@ -205,9 +213,10 @@ impl FrameTable {
     }
 
     /// Adds the next frame.
-    pub fn push(&mut self, stored_len: u32, kind: FrameKind, digest: Digest) {
+    pub fn push(&mut self, stored_len: u32, kind: FrameKind, filter: Filter, digest: Digest) {
         self.stored.push(stored_len);
         self.kinds.push(kind);
+        self.filters.push(filter);
         self.digests.push(digest);
     }
 
@@ -219,6 +228,11 @@ impl FrameTable {
     /// Whether every chunk of the extent has its frame.
     pub fn is_complete(&self) -> bool {
         self.frame_count() as u64 == self.chunks().count()
+    }
+
+    /// Whether any frame is behind a filter.
+    pub fn has_planes(&self) -> bool {
+        self.filters.iter().any(|filter| *filter != Filter::None)
     }
 
     /// Bytes of all frames, without the seek table.
@@ -261,7 +275,7 @@ impl FrameTable {
                 raw_len: u32::try_from(range.end - range.start)
                     .expect("a chunk is at most 64 MiB long"),
                 kind: self.kinds[at],
-                filter: self.filter,
+                filter: self.filters[at],
                 digest: self.digests[at],
             };
             offset += u64::from(entry.stored_len);
@@ -308,15 +322,17 @@ impl FrameTable {
 
     /// No text here needs escaping: the constants are plain, the columns digits and letters.
     fn write_json(&self, json: &mut String) -> fmt::Result {
-        let filter = match self.filter {
-            Filter::None => "none",
-        };
-        writeln!(json, "{{\n  \"format\": {FORMAT},\n  \"features\": [],")?;
+        let has_planes = self.has_planes();
+        write!(json, "{{\n  \"format\": {FORMAT},\n  \"features\": ")?;
+        match has_planes {
+            true => writeln!(json, "[\"{PLANES}\"],")?,
+            false => writeln!(json, "[],")?,
+        }
         writeln!(json, "  \"digest_algorithm\": \"{DIGEST_ALGORITHM}\",")?;
-        writeln!(
-            json,
-            "  \"codec\": \"{CODEC}\",\n  \"filter\": \"{filter}\","
-        )?;
+        writeln!(json, "  \"codec\": \"{CODEC}\",")?;
+        if !has_planes {
+            writeln!(json, "  \"filter\": \"{NO_FILTER}\",")?;
+        }
         writeln!(json, "  \"raw_len\": {},", self.raw_len)?;
         writeln!(json, "  \"chunk_len\": {},", self.chunk_len)?;
         json.push_str("  \"stored\": [");
@@ -326,6 +342,10 @@ impl FrameTable {
         }
         json.push_str("],\n  \"kinds\": \"");
         json.extend(self.kinds.iter().copied().map(letter_of));
+        if has_planes {
+            json.push_str("\",\n  \"filters\": \"");
+            json.extend(self.filters.iter().copied().map(Filter::letter));
+        }
         json.push_str("\",\n  \"digests\": \"");
         for digest in &self.digests {
             write!(json, "{digest}")?;
@@ -367,10 +387,11 @@ impl FrameTable {
             &bytes.len(),
             "the manifest says another one",
         )?;
-        check_version(TABLE, bytes)?;
+        let features = check_version(TABLE, bytes)?;
         let columns: Columns<'_> = parse(TABLE, bytes)?;
         columns.verify_fit(extent)?;
-        let table = columns.into_table()?;
+        let filters = read_filters(&features, bytes, columns.stored.len())?;
+        let table = columns.into_table(filters)?;
         table.verify_lengths(extent)?;
         Ok(table)
     }
@@ -378,7 +399,13 @@ impl FrameTable {
     fn verify_lengths(&self, extent: &ExtentRecord) -> Result<(), ManifestError> {
         for entry in self.entries() {
             ensure(
-                entry.stored_len >= FRAME_LEN_MIN
+                entry.kind == FrameKind::Zstd || entry.filter == Filter::None,
+                || format!("frame table's filters[{}]", entry.index),
+                &entry.filter.letter(),
+                "only a compressed frame may be behind a filter",
+            )?;
+            ensure(
+                entry.stored_len >= frame_len_min(entry.filter)
                     && entry.stored_len as usize <= frame_bound(entry.raw_len as usize),
                 || format!("frame table's stored[{}]", entry.index),
                 &entry.stored_len,
@@ -396,6 +423,48 @@ impl FrameTable {
     fn chunks(&self) -> Chunks {
         Chunks::new(self.raw_len, self.chunk_len)
     }
+}
+
+/// What was done to each of so many chunks.
+fn read_filters(
+    features: &[String],
+    bytes: &[u8],
+    frame_count: usize,
+) -> Result<Vec<Filter>, ManifestError> {
+    if features.iter().any(|name| name == PLANES) {
+        let FilterColumn { filters } = parse(TABLE, bytes)?;
+        ensure(
+            filters.len() == frame_count,
+            || field("filters"),
+            &format_args!("{} long", filters.len()),
+            "it must have one entry for each chunk of the extent",
+        )?;
+        return letters(
+            "filters",
+            filters,
+            Filter::from_letter,
+            "it must be made of the letters b, B, d and D, and of -",
+        );
+    }
+    let OneFilter { filter } = parse(TABLE, bytes)?;
+    ensure(
+        filter == NO_FILTER,
+        || field("filter"),
+        &format_args!("{filter:?}"),
+        "without the feature \"planes\" there is none",
+    )?;
+    Ok(vec![Filter::None; frame_count])
+}
+
+/// A column of letters, each of which stands for something.
+fn letters<T>(
+    name: &str,
+    column: &str,
+    meaning: impl Fn(char) -> Option<T>,
+    rule_text: &'static str,
+) -> Result<Vec<T>, ManifestError> {
+    let read: Option<Vec<T>> = column.chars().map(meaning).collect();
+    read.ok_or_else(|| rule(field(name), &"unreadable", rule_text))
 }
 
 fn letter_of(kind: FrameKind) -> char {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::*;
 use crate::codec::sample_data::{frame_of, random, repeated, text};
-use crate::codec::{Decoder, Encoder, FrameKind, Level};
+use crate::codec::{Decoder, Encoder, FilterChoice, FrameKind, Level, PlaneCoder, Settings};
 
 const JOB: &str = "golden";
 const ATTEMPT: &str = "c0ffee00c0ffee00c0ffee00c0ffee00";
@@ -18,6 +18,13 @@ const CREATED_MS: u64 = 1_796_000_000_000;
 const MIB: usize = 1 << 20;
 /// Other versions of libzstd may compress the same chunk to other bytes.
 const ZSTD_VERSION: &str = "1.5.7";
+
+/// What version 0.1.0 did by default.
+const SETTINGS: Settings = Settings {
+    level: Level::Zstd(1),
+    filter: FilterChoice::None,
+    plane_coder: PlaneCoder::Own,
+};
 
 /// GPU UUID and raw bytes of each extent.
 fn extents() -> [(&'static str, Vec<u8>); 2] {
@@ -49,7 +56,7 @@ fn files() -> BTreeMap<String, Vec<u8>> {
     };
     files.insert(claim_key(ATTEMPT), claim.encode());
 
-    let mut encoder = Encoder::new(Level::Fast).unwrap();
+    let mut encoder = Encoder::new(SETTINGS).unwrap();
     let mut devices = Vec::new();
     let mut records = Vec::new();
     for (ordinal, (uuid, raw)) in extents().into_iter().enumerate() {
@@ -58,8 +65,9 @@ fn files() -> BTreeMap<String, Vec<u8>> {
         for chunk in raw.chunks(MIB) {
             let (frame, encoded) = frame_of(&mut encoder, chunk);
             table.push(
-                u32::try_from(encoded.len).unwrap(),
+                u32::try_from(encoded.len()).unwrap(),
                 encoded.kind,
+                encoded.filter,
                 encoded.digest,
             );
             object.extend_from_slice(&frame);
@@ -195,7 +203,9 @@ fn golden_image_is_read_back() {
         for (entry, chunk) in table.entries().zip(decoded.chunks_mut(MIB)) {
             let start = usize::try_from(entry.offset).unwrap();
             let frame = &frames[start..start + entry.stored_len as usize];
-            decoder.decode(frame, entry.digest, chunk).unwrap();
+            decoder
+                .decode(frame, entry.filter, entry.digest, chunk)
+                .unwrap();
             kinds.insert(entry.kind);
         }
         assert!(decoded == raw, "extent of {uuid} differs");

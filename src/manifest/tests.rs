@@ -3,9 +3,8 @@ use std::error::Error;
 use proptest::prelude::*;
 
 use super::*;
-use crate::codec::frame::Filter;
 use crate::codec::sample_data::{frame_of, random};
-use crate::codec::{Encoder, FrameKind, Level};
+use crate::codec::{Encoder, Filter, FrameKind, Level, Settings};
 
 const MIB: u64 = 1 << 20;
 const JOB: &str = "train-7";
@@ -19,7 +18,12 @@ fn table(raw_len: u64) -> FrameTable {
     for index in 0..raw_len.div_ceil(MIB) {
         let kind = [FrameKind::Zero, FrameKind::Raw, FrameKind::Zstd][(index % 3) as usize];
         let stored_len = 14 + (index % 4) as u32;
-        table.push(stored_len, kind, Digest::of(&index.to_le_bytes()));
+        table.push(
+            stored_len,
+            kind,
+            Filter::None,
+            Digest::of(&index.to_le_bytes()),
+        );
     }
     table
 }
@@ -361,7 +365,7 @@ mod frame_tables {
         let mut table = whole.for_extent(99 * MIB + 1);
         for _ in 0..100 {
             assert!(!table.is_complete());
-            table.push(14, FrameKind::Raw, Digest::of(b""));
+            table.push(14, FrameKind::Raw, Filter::None, Digest::of(b""));
         }
         assert!(table.is_complete());
         assert_eq!(table.digests.as_ptr(), room);
@@ -512,7 +516,7 @@ mod frame_tables {
         let mut table = FrameTable::new(FRAME_COUNT_MAX * chunk_len, chunk_len);
         let longest = u32::try_from(frame_bound(64 << 20)).unwrap();
         for _ in 0..FRAME_COUNT_MAX {
-            table.push(longest, FrameKind::Raw, Digest::of(b""));
+            table.push(longest, FrameKind::Raw, Filter::None, Digest::of(b""));
         }
         let bytes = table.encode();
         assert!(bytes.len() <= TABLE_LEN_MAX);
@@ -525,7 +529,12 @@ mod frame_tables {
         let frames_per_gpu = 141_000_000_000u64.div_ceil(4 * MIB);
         let mut table = FrameTable::new(141_000_000_000, 4 * MIB);
         for index in 0..frames_per_gpu {
-            table.push(2_500_000, FrameKind::Zstd, Digest::of(&index.to_le_bytes()));
+            table.push(
+                2_500_000,
+                FrameKind::Zstd,
+                Filter::None,
+                Digest::of(&index.to_le_bytes()),
+            );
         }
         let all_bytes = 8 * table.encode().len();
         assert!((10_500_000..11_500_000).contains(&all_bytes), "{all_bytes}");
@@ -536,13 +545,18 @@ mod frame_tables {
 fn the_longest_object_is_all_raw_frames() {
     let chunk_len = usize::try_from(MIB).unwrap();
     let raw = random(9, 2 * chunk_len + 7);
-    let mut encoder = Encoder::new(Level::None).unwrap();
+    let mut encoder = Encoder::new(Settings {
+        level: Level::None,
+        ..Settings::default()
+    })
+    .unwrap();
     let mut table = FrameTable::new(raw.len() as u64, MIB);
     for chunk in raw.chunks(chunk_len) {
         let (_, encoded) = frame_of(&mut encoder, chunk);
         table.push(
-            u32::try_from(encoded.len).unwrap(),
+            u32::try_from(encoded.len()).unwrap(),
             encoded.kind,
+            encoded.filter,
             encoded.digest,
         );
     }

@@ -102,7 +102,6 @@ impl Gauge {
 #[derive(Debug)]
 pub(super) struct Wire {
     stage: &'static str,
-    room: usize,
     timeline: Option<StageLog>,
     state: Mutex<WireState>,
 }
@@ -119,6 +118,7 @@ pub(super) struct Request {
 
 #[derive(Debug)]
 struct WireState {
+    room: usize,
     count: usize,
     bytes: u64,
     since: Instant,
@@ -137,9 +137,9 @@ impl Wire {
     pub(super) fn new(stage: &'static str, room: usize) -> Self {
         Self {
             stage,
-            room,
             timeline: None,
             state: Mutex::new(WireState {
+                room,
                 count: 0,
                 bytes: 0,
                 since: Instant::now(),
@@ -157,6 +157,11 @@ impl Wire {
         let recorder = meter.recorder();
         self.timeline = recorder.map(|recorder| recorder.stage(self.stage, 1));
         self
+    }
+
+    /// From now on there is room for so many requests.
+    pub(super) fn set_room(&self, room: usize) {
+        self.account(0).room = room;
     }
 
     /// A request goes out, for this lane; `number` is that of the part or of the first frame.
@@ -215,7 +220,7 @@ impl Wire {
         if is_moving {
             state.moving += elapsed;
         }
-        let kind = if is_moving && (state.draining || state.count * 2 >= self.room) {
+        let kind = if is_moving && (state.draining || state.count * 2 >= state.room) {
             state.busy += elapsed;
             Kind::Busy
         } else {

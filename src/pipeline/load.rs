@@ -276,11 +276,11 @@ impl Decoding<'_> {
             let len = job.frame.raw_len as usize;
             let raw = &mut buffer[..len];
             let stored = &job.fetched[job.bytes.clone()];
-            if let Err(error) = decoder.decode(stored, job.frame.digest, raw) {
+            if let Err(error) = decoder.decode(stored, job.frame.filter, job.frame.digest, raw) {
                 self.again
                     .decode(&mut decoder, lane, &job.frame, error, raw)?;
             }
-            let label = job.frame.kind.name();
+            let label = job.frame.kind.name(job.frame.filter);
             self.gauge
                 .busy_as(job.lane, label, len as u64, started.elapsed());
             lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
@@ -328,7 +328,7 @@ impl FetchAgain {
                     () = self.given_up.cancelled() => Err(PipelineError::Cancelled),
                 }
             })?;
-            match decoder.decode(&stored, frame.digest, raw) {
+            match decoder.decode(&stored, frame.filter, frame.digest, raw) {
                 Ok(()) => return Ok(()),
                 Err(still) => error = still,
             }
@@ -472,7 +472,7 @@ impl Fetcher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::{Digest, FrameKind};
+    use crate::codec::{Digest, Filter, FrameKind};
     use crate::store::faulty::{Fault, Faulty};
 
     #[test]
@@ -481,7 +481,7 @@ mod tests {
         let frame_count = 2000;
         let mut table = FrameTable::new(frame_count * 128, 128);
         for _ in 0..frame_count {
-            table.push(FRAME_LEN, FrameKind::Raw, Digest::of(b""));
+            table.push(FRAME_LEN, FrameKind::Raw, Filter::None, Digest::of(b""));
         }
         let store = Arc::new(Faulty::new().fail("get_range", 1..u32::MAX, Fault::Refused));
         let lane = LoadLane {

@@ -13,12 +13,18 @@
 mod abort;
 mod alone;
 mod copy;
+mod effort;
 mod gauge;
+mod lend;
 mod load;
+#[cfg(test)]
+mod network;
 mod pack;
+mod part;
 mod save;
 mod stage;
 mod transfer;
+mod window;
 
 pub(crate) use abort::panic_message;
 pub use alone::{AloneLane, copy_in_alone, copy_out_alone};

@@ -1,8 +1,23 @@
 //! Frames ↔ parts: a GPU's frames, in chunk order, become the byte stream of one object, cut into equal parts.
 //!
-//! In: frames in any order, each in a buffer of its own. Out: full parts, numbered from 1, in buffers of their own; the last one short, the seek table at its end. A frame may
-//! straddle two parts. What can fail: a closed pool of part buffers. A frame that came too early waits in its buffer; the one that everybody waits for always has one, because
-//! chunks are handed out in order. The part's checksum is taken piece by piece, right after the piece was copied.
+//! In: frames in any order, each in a buffer of its own. Out: full parts, numbered from 1; the last one short, the seek table at its end. A frame may straddle parts. What can fail: a closed pool
+//! of pack buffers.
+//!
+//! A part is a list of slices, and a long frame is in it as it stands: its buffer is *lent* to the part. Short frames (under a quarter of a chunk: their buffers would hold mostly nothing), and those that
+//! find no loan free, are copied into pack buffers, and their own buffer is free at once. A frame's checksum comes with it and is combined; only one that straddles parts is summed again.
+//!
+//! # Why nothing waits for ever
+//!
+//! However long the store holds parts, and whatever the lanes' frames look like, every wait is for something that comes:
+//!
+//! - **A chunk buffer** (copy threads). Loans leave two of each ring. Those are under a copy, or in the channel, or with a compressor, or hold a raw frame that came too early. None of
+//!   these waits for the ring.
+//! - **A frame buffer** (compressors, one each, *before* they take a chunk). Loans leave one more than there are compressors. Those are with compressors or hold a frame that came too early. Such a frame waits for an
+//!   older chunk of its lane, and because a lane's chunks are handed out in order, a compressor has that one, with a frame buffer: it never waits for one.
+//! - **A pack buffer** (the compressor that packs a lane's oldest frame). There are enough for one part per lane and one part more. A lane's open part holds at most one part's worth, so with
+//!   all lanes waiting in mid-part, at least the one part's worth is in parts that were sent, and the store gives it back. Hence a frame that finds no loan must not wait for one: its own
+//!   lane's open part may hold them all.
+//! - **The lane's packer** (compressors). Who has it waits for a pack buffer at most.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +26,12 @@ use bytes::Bytes;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::PipelineError;
-use crate::codec::{Crc64, Digest, FrameKind};
+use super::lend::Lender;
+use super::part::OpenPart;
+use super::save::SaveResources;
+use crate::codec::checksum::Summing;
+use crate::codec::frame::raw_pieces;
+use crate::codec::{Crc64, Digest, Filter, FrameKind};
 use crate::driver::{BufferPool, PoolBuf};
 use crate::manifest::FrameTable;
 use crate::store::{PartBody, PartNumber};
@@ -19,10 +39,20 @@ use crate::store::{PartBody, PartNumber};
 /// A chunk as a frame, not in its place yet.
 #[derive(Debug)]
 pub(super) struct PackedFrame {
-    /// Holds the frame at its start.
-    pub(super) buffer: PoolBuf,
+    pub(super) bytes: FrameBytes,
+    /// CRC64NVME of the frame.
+    pub(super) crc64: Crc64,
     /// What the frame table will say.
     pub(super) record: FrameRecord,
+}
+
+/// Where a frame's bytes are.
+#[derive(Debug)]
+pub(super) enum FrameBytes {
+    /// At the start of a frame buffer.
+    Written(PoolBuf),
+    /// The raw frame of the chunk at the start of a chunk buffer, with this content checksum.
+    Raw { chunk: PoolBuf, checksum: u32 },
 }
 
 /// What the frame table will say about one frame.
@@ -34,6 +64,8 @@ pub(super) struct FrameRecord {
     pub(super) raw_len: u32,
     /// How the frame was made.
     pub(super) kind: FrameKind,
+    /// What was done to the chunk's bytes first.
+    pub(super) filter: Filter,
     /// Digest of the raw bytes.
     pub(super) digest: Digest,
 }
@@ -48,14 +80,49 @@ pub(super) struct PartJob {
     pub(super) raw_len: u64,
 }
 
+/// Where a packer's bytes come to lie, and how they are cut.
+#[derive(Debug, Clone)]
+pub(super) struct Packing {
+    /// Bytes of every part but the last.
+    pub(super) part_len: usize,
+    /// Frames from this length on are lent.
+    pub(super) lend_from: usize,
+    /// Lends frame buffers.
+    pub(super) frames: Lender,
+    /// Lends chunk buffers of the lane.
+    pub(super) ring: Lender,
+    /// What is not lent is copied into these.
+    pub(super) pack_buffers: BufferPool,
+}
+
+/// Frames of at least this share of a chunk, one over so much, are lent. Shorter ones would hold a whole frame buffer for little, and are quick to copy.
+const LEND_FROM_SHARE: usize = 4;
+
+/// Chunk buffers of a lane that are never lent: one is copied into while the other is compressed.
+const CHUNKS_KEPT: usize = 2;
+
+impl Packing {
+    /// The packing of a lane; all lanes share the frame buffers that `frames` lends.
+    pub(super) fn of(resources: &SaveResources, frames: &Lender, ring: &BufferPool) -> Self {
+        let chunk_len = usize::try_from(resources.chunk_len).unwrap_or(usize::MAX);
+        Self {
+            part_len: resources.part_len,
+            lend_from: chunk_len / LEND_FROM_SHARE,
+            frames: frames.clone(),
+            ring: Lender::new(ring, CHUNKS_KEPT),
+            pack_buffers: resources.pack_buffers.clone(),
+        }
+    }
+}
+
 /// One object in the making.
 #[derive(Debug)]
 pub(super) struct Packer {
     lane: usize,
+    packing: Packing,
     waiting: BTreeMap<u64, PackedFrame>,
     table: FrameTable,
     open: Option<OpenPart>,
-    part_buffers: BufferPool,
     parts_sent: u64,
     object_len: u64,
     object_crc: Crc64,
@@ -71,24 +138,18 @@ pub(super) struct PackedObject {
     pub(super) table: FrameTable,
 }
 
-#[derive(Debug)]
-struct OpenPart {
-    buffer: PoolBuf,
+/// How bytes come into a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Lent,
+    Copied,
+}
+
+/// Bytes of one frame that are not in a part yet.
+#[derive(Debug, Clone, Copy)]
+struct Rest {
     len: usize,
     crc64: Crc64,
-    raw_len: u64,
-}
-
-/// The filled start of a buffer, as bytes that give the buffer back when the last of them is gone.
-struct Filled {
-    buffer: PoolBuf,
-    len: usize,
-}
-
-impl AsRef<[u8]> for Filled {
-    fn as_ref(&self) -> &[u8] {
-        &self.buffer[..self.len]
-    }
 }
 
 impl Packer {
@@ -96,24 +157,24 @@ impl Packer {
     pub(super) fn new(
         lane: usize,
         table: FrameTable,
-        part_buffers: BufferPool,
+        packing: Packing,
         out: UnboundedSender<PartJob>,
     ) -> Self {
         Self {
             lane,
+            packing,
             waiting: BTreeMap::new(),
             table,
             open: None,
-            part_buffers,
             parts_sent: 0,
             object_len: 0,
-            object_crc: Crc64::of(&[]),
+            object_crc: Crc64::EMPTY,
             out,
             blocked: Duration::ZERO,
         }
     }
 
-    /// Takes a frame, and packs every frame whose turn it is. Returns how long it waited for part buffers.
+    /// Takes a frame, and packs every frame whose turn it is. Returns how long it waited for pack buffers.
     pub(super) fn push(
         &mut self,
         index: u64,
@@ -121,18 +182,19 @@ impl Packer {
     ) -> Result<Duration, PipelineError> {
         self.blocked = Duration::ZERO;
         self.waiting.insert(index, frame);
-        while let Some(PackedFrame { buffer, record }) =
-            self.waiting.remove(&(self.table.frame_count() as u64))
-        {
+        while let Some(frame) = self.waiting.remove(&(self.table.frame_count() as u64)) {
+            let record = frame.record;
             self.table
-                .push(record.stored_len, record.kind, record.digest);
-            self.append(
-                &buffer[..record.stored_len as usize],
-                u64::from(record.raw_len),
-            )?;
+                .push(record.stored_len, record.kind, record.filter, record.digest);
+            self.pack(frame)?;
         }
         if self.table.is_complete() {
-            self.append(&self.table.seek_table(), 0)?;
+            let seek_table = Bytes::from(self.table.seek_table());
+            let whole = Rest {
+                len: seek_table.len(),
+                crc64: Crc64::of(&seek_table),
+            };
+            self.append([seek_table], Way::Copied, whole, 0)?;
             self.send_open_part()?;
         }
         Ok(self.blocked)
@@ -148,41 +210,116 @@ impl Packer {
         })
     }
 
-    fn append(&mut self, mut bytes: &[u8], raw_len: u64) -> Result<(), PipelineError> {
-        while !bytes.is_empty() {
-            let part = match &mut self.open {
-                Some(part) => part,
-                none => {
-                    let (buffer, waited) = self
-                        .part_buffers
-                        .acquire()
-                        .map_err(|_closed| PipelineError::Cancelled)?;
-                    self.blocked += waited;
-                    none.insert(OpenPart {
-                        buffer,
-                        len: 0,
-                        crc64: Crc64::of(&[]),
-                        raw_len: 0,
-                    })
-                }
-            };
-            let room = part.buffer.len() - part.len;
-            let (piece, rest) = bytes.split_at(room.min(bytes.len()));
-            let end = part.len + piece.len();
-            part.buffer[part.len..end].copy_from_slice(piece);
-            part.crc64 = part
-                .crc64
-                .combine(Crc64::of(&part.buffer[part.len..end]), piece.len() as u64);
-            part.len = end;
-            bytes = rest;
-            if bytes.is_empty() {
-                part.raw_len += raw_len;
+    fn pack(&mut self, frame: PackedFrame) -> Result<(), PipelineError> {
+        let PackedFrame {
+            bytes,
+            crc64,
+            record,
+        } = frame;
+        let whole = Rest {
+            len: record.stored_len as usize,
+            crc64,
+        };
+        let raw_len = u64::from(record.raw_len);
+        match bytes {
+            FrameBytes::Written(buffer) => {
+                let (frame, way) = self.hand_over(&self.packing.frames, buffer, whole.len);
+                self.append([frame], way, whole, raw_len)
             }
-            if part.len == part.buffer.len() {
-                self.send_open_part()?;
+            FrameBytes::Raw { chunk, checksum } => {
+                let len = record.raw_len as usize;
+                let (chunk, way) = self.hand_over(&self.packing.ring, chunk, len);
+                self.append(raw_pieces(chunk, checksum), way, whole, raw_len)
+            }
+        }
+    }
+
+    /// The first `len` bytes of a buffer, and whether a part may keep them.
+    fn hand_over(&self, lender: &Lender, buffer: PoolBuf, len: usize) -> (Bytes, Way) {
+        let lent = match len >= self.packing.lend_from {
+            true => lender.lend(buffer, len),
+            false => Err(buffer),
+        };
+        match lent {
+            Ok(bytes) => (bytes, Way::Lent),
+            Err(buffer) => (Bytes::from_owner(buffer).slice(..len), Way::Copied),
+        }
+    }
+
+    /// Appends pieces that are one frame together.
+    fn append(
+        &mut self,
+        pieces: impl IntoIterator<Item = Bytes>,
+        way: Way,
+        mut rest: Rest,
+        raw_len: u64,
+    ) -> Result<(), PipelineError> {
+        let mut portion = Portion::default();
+        for mut piece in pieces {
+            while !piece.is_empty() {
+                let part = self.open.get_or_insert_with(OpenPart::new);
+                if portion.missing == 0 {
+                    portion = Portion::of(rest, self.packing.part_len - part.len);
+                }
+                let now = piece.split_to(portion.missing.min(piece.len()));
+                portion.missing -= now.len();
+                if let Some(sum) = &mut portion.sum {
+                    sum.update(&now);
+                }
+                match way {
+                    Way::Lent => part.lend(now),
+                    Way::Copied => self.copy(&now)?,
+                }
+                if portion.missing == 0 {
+                    rest = self.close(std::mem::take(&mut portion), rest, raw_len)?;
+                }
             }
         }
         Ok(())
+    }
+
+    /// The open part has all of the frame that it takes; says what is left of it.
+    fn close(&mut self, portion: Portion, rest: Rest, raw_len: u64) -> Result<Rest, PipelineError> {
+        let Some(part) = &mut self.open else {
+            return Ok(rest);
+        };
+        let left_len = rest.len - portion.len;
+        let (here, left) = match portion.sum {
+            Some(sum) => {
+                let start = sum.finish();
+                (start, rest.crc64.without_start(start, left_len as u64))
+            }
+            None => (rest.crc64, Crc64::EMPTY),
+        };
+        part.sum(here, portion.len);
+        if left_len == 0 {
+            part.raw_len += raw_len;
+        }
+        if part.len == self.packing.part_len {
+            self.send_open_part()?;
+        }
+        Ok(Rest {
+            len: left_len,
+            crc64: left,
+        })
+    }
+
+    /// Copies into the open part, which has room for all of it.
+    fn copy(&mut self, mut bytes: &[u8]) -> Result<(), PipelineError> {
+        let part = self.open.get_or_insert_with(OpenPart::new);
+        loop {
+            bytes = &bytes[part.copy(bytes)..];
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let (buffer, waited) = self
+                .packing
+                .pack_buffers
+                .acquire()
+                .map_err(|_closed| PipelineError::Cancelled)?;
+            self.blocked += waited;
+            part.add_buffer(buffer);
+        }
     }
 
     fn send_open_part(&mut self) -> Result<(), PipelineError> {
@@ -191,24 +328,41 @@ impl Packer {
         };
         self.parts_sent += 1;
         let number = PartNumber::new(self.parts_sent).ok_or(PipelineError::TooManyParts {
-            part_len: part.buffer.len(),
+            part_len: self.packing.part_len,
         })?;
         self.object_len += part.len as u64;
-        self.object_crc = self.object_crc.combine(part.crc64, part.len as u64);
-        let crc64 = part.crc64.value();
-        let bytes = Bytes::from_owner(Filled {
-            buffer: part.buffer,
-            len: part.len,
-        });
+        self.object_crc = self.object_crc.combine(part.crc64(), part.len as u64);
         let job = PartJob {
             lane: self.lane,
             number,
-            body: PartBody::new(vec![bytes], crc64),
             raw_len: part.raw_len,
+            body: part.into_body(),
         };
         self.out
             .send(job)
             .map_err(|_closed| PipelineError::Cancelled)
+    }
+}
+
+/// What of a frame goes into the open part.
+#[derive(Debug, Default)]
+struct Portion {
+    /// Bytes in all.
+    len: usize,
+    /// Bytes that are still to come.
+    missing: usize,
+    /// Of the bytes that came, when it is not all that is left of the frame.
+    sum: Option<Summing>,
+}
+
+impl Portion {
+    fn of(rest: Rest, room: usize) -> Self {
+        let len = rest.len.min(room);
+        Self {
+            len,
+            missing: len,
+            sum: (len < rest.len).then(Summing::new),
+        }
     }
 }
 
@@ -217,25 +371,48 @@ mod tests {
     use super::*;
     use tokio::sync::mpsc::unbounded_channel;
 
-    /// Packs `frames` in the given order with parts of `part_len`, and returns the parts' bytes and the object.
-    fn pack(frames: &[Vec<u8>], order: &[usize], part_len: usize) -> (Vec<Vec<u8>>, PackedObject) {
-        let (out, mut parts) = unbounded_channel();
-        let frame_buffers = BufferPool::new(frames.len(), 64, None).unwrap();
-        let part_buffers = BufferPool::new(64, part_len, None).unwrap();
-        let table = FrameTable::new(100 * frames.len() as u64, 100);
-        let mut packer = Packer::new(0, table, part_buffers, out);
-        for &index in order {
-            let (mut buffer, _) = frame_buffers.acquire().unwrap();
-            buffer[..frames[index].len()].copy_from_slice(&frames[index]);
-            let record = FrameRecord {
-                stored_len: u32::try_from(frames[index].len()).unwrap(),
+    /// Parts of `part_len`; frames from 20 bytes on are lent, `loans` at once.
+    fn packing(part_len: usize, loans: usize) -> (Packing, BufferPool) {
+        let frame_buffers = BufferPool::new(16, 64, None).unwrap();
+        let packing = Packing {
+            part_len,
+            lend_from: 20,
+            frames: Lender::new(&frame_buffers, 16 - loans),
+            ring: Lender::new(&frame_buffers, 16 - loans),
+            pack_buffers: BufferPool::new(100, 7, None).unwrap(),
+        };
+        (packing, frame_buffers)
+    }
+
+    fn packed(bytes: &[u8], mut buffer: PoolBuf) -> PackedFrame {
+        buffer[..bytes.len()].copy_from_slice(bytes);
+        PackedFrame {
+            bytes: FrameBytes::Written(buffer),
+            crc64: Crc64::of(bytes),
+            record: FrameRecord {
+                stored_len: u32::try_from(bytes.len()).unwrap(),
                 raw_len: 100,
                 kind: FrameKind::Raw,
-                digest: Digest::of(&frames[index]),
-            };
-            packer
-                .push(index as u64, PackedFrame { buffer, record })
-                .unwrap();
+                filter: Filter::None,
+                digest: Digest::of(bytes),
+            },
+        }
+    }
+
+    /// Packs `frames` in the given order with parts of `part_len`, and returns the parts and the object.
+    fn pack(
+        frames: &[Vec<u8>],
+        order: &[usize],
+        part_len: usize,
+        loans: usize,
+    ) -> (Vec<PartBody>, PackedObject) {
+        let (out, mut parts) = unbounded_channel();
+        let (packing, frame_buffers) = packing(part_len, loans);
+        let table = FrameTable::new(100 * frames.len() as u64, 100);
+        let mut packer = Packer::new(0, table, packing, out);
+        for &index in order {
+            let frame = packed(&frames[index], frame_buffers.acquire().unwrap().0);
+            packer.push(index as u64, frame).unwrap();
         }
         let object = packer.finish().expect("every frame was pushed");
         let mut sent = Vec::new();
@@ -243,7 +420,7 @@ mod tests {
             assert_eq!(u64::from(job.number.get()), sent.len() as u64 + 1);
             let bytes: Vec<u8> = job.body.pieces.concat();
             assert_eq!(job.body.crc64, Crc64::of(&bytes).value());
-            sent.push(bytes);
+            sent.push(job.body);
         }
         (sent, object)
     }
@@ -253,44 +430,96 @@ mod tests {
         let frames: Vec<Vec<u8>> = (0..9_u8)
             .map(|index| vec![index; 5 + 6 * usize::from(index)])
             .collect();
-        let (in_order, object) = pack(&frames, &[0, 1, 2, 3, 4, 5, 6, 7, 8], 32);
-        let (mixed, other) = pack(&frames, &[8, 1, 0, 3, 2, 7, 6, 5, 4], 32);
-        assert_eq!(in_order, mixed);
-        assert_eq!(object.crc64.value(), other.crc64.value());
-        let (last, full) = in_order.split_last().unwrap();
-        assert!(full.iter().all(|part| part.len() == 32) && last.len() <= 32 && !last.is_empty());
-        let bytes = in_order.concat();
-        assert_eq!(object.len, bytes.len() as u64);
-        assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
-        let content = frames.concat();
-        assert_eq!(bytes[..content.len()], content[..]);
-        assert_eq!(bytes[content.len()..], object.table.seek_table()[..]);
-        assert!(
-            object
-                .table
-                .digests
-                .iter()
-                .zip(&frames)
-                .all(|(digest, frame)| *digest == Digest::of(frame))
+        let joined = |parts: Vec<PartBody>| parts.iter().map(|part| part.pieces.concat()).collect();
+        for (part_len, loans) in [(32, 16), (32, 2), (32, 0), (11, 16), (11, 3)] {
+            let (parts, object) = pack(&frames, &[0, 1, 2, 3, 4, 5, 6, 7, 8], part_len, loans);
+            let in_order: Vec<Vec<u8>> = joined(parts);
+            let (parts, other) = pack(&frames, &[8, 1, 0, 3, 2, 7, 6, 5, 4], part_len, loans);
+            let mixed: Vec<Vec<u8>> = joined(parts);
+            assert_eq!(in_order, mixed);
+            assert_eq!(object.crc64.value(), other.crc64.value());
+            let (last, full) = in_order.split_last().unwrap();
+            assert!(full.iter().all(|part| part.len() == part_len));
+            assert!(last.len() <= part_len && !last.is_empty());
+            let bytes = in_order.concat();
+            assert_eq!(object.len, bytes.len() as u64);
+            assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
+            let content = frames.concat();
+            assert_eq!(bytes[..content.len()], content[..]);
+            assert_eq!(bytes[content.len()..], object.table.seek_table()[..]);
+            let digests = object.table.digests.iter().zip(&frames);
+            assert!(
+                digests
+                    .into_iter()
+                    .all(|(digest, frame)| *digest == Digest::of(frame))
+            );
+        }
+    }
+
+    #[test]
+    fn long_frames_are_lent_and_short_ones_give_their_buffer_back_at_once() {
+        let (out, mut parts) = unbounded_channel();
+        let (packing, frame_buffers) = packing(1000, 1);
+        let pack_buffers = packing.pack_buffers.clone();
+        let mut packer = Packer::new(0, FrameTable::new(400, 100), packing, out);
+        let mut push = |index, len| {
+            let frame = packed(&vec![1; len], frame_buffers.acquire().unwrap().0);
+            packer.push(index, frame).unwrap();
+            16 - frame_buffers.free_count()
+        };
+        assert_eq!(push(0, 19), 0, "short");
+        assert_eq!(push(1, 20), 1, "long");
+        assert_eq!(push(2, 20), 1, "long, and no loan is free");
+        assert_eq!(push(3, 5), 1);
+        assert!(packer.finish().is_some());
+        drop(parts.try_recv().unwrap());
+        assert_eq!(
+            (frame_buffers.free_count(), pack_buffers.free_count()),
+            (16, 100)
         );
+    }
+
+    #[test]
+    fn a_raw_frame_is_its_chunk_lent_or_copied() {
+        let chunk: Vec<u8> = (0..60).collect();
+        let frame = raw_pieces(Bytes::from(chunk.clone()), 7).collect::<Vec<_>>();
+        let frame = frame.concat();
+        for loans in [1, 0] {
+            let (out, mut parts) = unbounded_channel();
+            let (packing, ring) = packing(50, loans);
+            let mut packer = Packer::new(0, FrameTable::new(60, 60), packing, out);
+            let mut packed = packed(&chunk, ring.acquire().unwrap().0);
+            if let FrameBytes::Written(chunk) = packed.bytes {
+                packed.bytes = FrameBytes::Raw { chunk, checksum: 7 };
+            }
+            packed.crc64 = Crc64::of(&frame);
+            packed.record.raw_len = 60;
+            packed.record.stored_len = u32::try_from(frame.len()).unwrap();
+            packer.push(0, packed).unwrap();
+            assert_eq!(ring.free_count(), 16 - loans);
+            let object = packer.finish().unwrap();
+            let mut bytes = Vec::new();
+            while let Ok(job) = parts.try_recv() {
+                let part = job.body.pieces.concat();
+                assert_eq!(job.body.crc64, Crc64::of(&part).value());
+                bytes.extend(part);
+            }
+            assert_eq!(bytes[..frame.len()], frame[..]);
+            assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
+            assert_eq!(ring.free_count(), 16, "every loan ends");
+        }
     }
 
     #[test]
     fn an_object_of_too_many_parts_is_refused_with_their_length() {
         let (out, _parts) = unbounded_channel();
-        let frame = 10_001;
-        let frames = BufferPool::new(1, frame, None).unwrap();
         // A part of one byte; the receiver keeps them all.
-        let parts = BufferPool::new(frame, 1, None).unwrap();
-        let mut packer = Packer::new(0, FrameTable::new(4, 4), parts, out);
-        let (buffer, _) = frames.acquire().unwrap();
-        let record = FrameRecord {
-            stored_len: u32::try_from(frame).unwrap(),
-            raw_len: 4,
-            kind: FrameKind::Raw,
-            digest: Digest::of(b"four"),
-        };
-        let refused = packer.push(0, PackedFrame { buffer, record });
+        let (mut packing, _frames) = packing(1, 1);
+        let frames = BufferPool::new(1, 10_001, None).unwrap();
+        packing.frames = Lender::new(&frames, 0);
+        let mut packer = Packer::new(0, FrameTable::new(4, 4), packing, out);
+        let frame = packed(&vec![1; 10_001], frames.acquire().unwrap().0);
+        let refused = packer.push(0, frame);
         assert!(matches!(
             refused,
             Err(PipelineError::TooManyParts { part_len: 1 })
@@ -300,16 +529,10 @@ mod tests {
     #[test]
     fn an_object_is_not_finished_while_a_frame_is_missing() {
         let (out, _parts) = unbounded_channel();
-        let pool = BufferPool::new(2, 64, None).unwrap();
-        let mut packer = Packer::new(0, FrameTable::new(8, 4), pool.clone(), out);
-        let (buffer, _) = pool.acquire().unwrap();
-        let record = FrameRecord {
-            stored_len: 4,
-            raw_len: 4,
-            kind: FrameKind::Raw,
-            digest: Digest::of(b"four"),
-        };
-        packer.push(1, PackedFrame { buffer, record }).unwrap();
+        let (packing, frames) = packing(64, 2);
+        let mut packer = Packer::new(0, FrameTable::new(8, 4), packing, out);
+        let frame = packed(b"four", frames.acquire().unwrap().0);
+        packer.push(1, frame).unwrap();
         assert!(packer.finish().is_none());
     }
 }

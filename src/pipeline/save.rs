@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
@@ -10,12 +10,14 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
+use super::effort::{Pacer, thread_time};
 use super::gauge::{Gauge, slowest, watch_pools};
-use super::pack::{FrameRecord, PackedFrame, PackedObject, Packer, PartJob};
+use super::lend::Lender;
+use super::pack::{FrameBytes, FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
-use crate::codec::{Crc64, Encoder};
-use crate::driver::{BufferPool, CopyQueue, Extent};
+use crate::codec::{Body, Crc64, Encoded, Encoder};
+use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
 use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
 use crate::plan::Chunks;
@@ -54,8 +56,10 @@ pub struct SaveResources {
     pub chunk_len: u64,
     /// Buffers of one frame each, more than there are encoders.
     pub frame_buffers: BufferPool,
-    /// Buffers of one part each, at least one per lane.
-    pub part_buffers: BufferPool,
+    /// Bytes of every part but an object's last.
+    pub part_len: usize,
+    /// Buffers for what is copied into parts: enough for one part per lane and one more.
+    pub pack_buffers: BufferPool,
     /// Parts in flight at once, at least 1.
     pub parallelism: usize,
     /// Progress.
@@ -97,7 +101,7 @@ pub struct SavedLane {
 pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, PipelineError> {
     let mut pools = vec![
         resources.frame_buffers.clone(),
-        resources.part_buffers.clone(),
+        resources.pack_buffers.clone(),
     ];
     pools.extend(lanes.iter().map(|lane| lane.ring.clone()));
     let abort = Arc::new(Abort::new(
@@ -112,13 +116,13 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         (name, lane.ring.clone())
     });
     let frames = ("frames".to_owned(), resources.frame_buffers.clone());
-    let parts = ("parts".to_owned(), resources.part_buffers.clone());
+    let parts = ("parts".to_owned(), resources.pack_buffers.clone());
     let _watched = watch_pools(&meter, rings.chain([frames, parts]));
 
     let (parts_out, parts_in) = unbounded_channel();
-    let work = Work::divide(lanes, &resources.part_buffers, &parts_out);
+    let work = Work::divide(lanes, &resources, &parts_out);
     drop(parts_out);
-    let uploader = Uploader::new(&resources, work.targets.clone(), &abort);
+    let uploader = Uploader::new(&resources, work.targets.clone(), work.lent_bytes, &abort);
     let wire = Arc::clone(&uploader.wire);
     let uploads = resources.runtime.spawn(uploader.run(parts_in));
 
@@ -127,6 +131,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         packers: &work.packers,
         frame_buffers: &resources.frame_buffers,
         gauge: &code_gauge,
+        pacer: &Pacer::new(),
     };
     let (chunks_out, chunks_in) = unbounded();
     std::thread::scope(|scope| {
@@ -169,22 +174,31 @@ struct Work {
     copiers: Vec<Copier>,
     packers: Vec<Mutex<Packer>>,
     targets: Vec<UploadTarget>,
+    /// Bytes that parts hold without pack buffers, at least, when all loans are out.
+    lent_bytes: usize,
 }
 
 impl Work {
     fn divide(
         lanes: Vec<SaveLane>,
-        part_buffers: &BufferPool,
+        resources: &SaveResources,
         parts: &UnboundedSender<PartJob>,
     ) -> Self {
+        // Every compressor has a frame buffer before it takes a chunk, and one more moves.
+        let frames = Lender::new(&resources.frame_buffers, resources.encoders.len() + 1);
+        let chunk_len = usize::try_from(resources.chunk_len).unwrap_or(usize::MAX);
+        let mut ring_loans = 0;
         let mut work = Self {
             copiers: Vec::with_capacity(lanes.len()),
             packers: Vec::with_capacity(lanes.len()),
             targets: Vec::with_capacity(lanes.len()),
+            lent_bytes: 0,
         };
         for (index, lane) in lanes.into_iter().enumerate() {
             let table = lane.table.for_extent(lane.extent.len);
-            let packer = Packer::new(index, table, part_buffers.clone(), parts.clone());
+            let packing = Packing::of(resources, &frames, &lane.ring);
+            ring_loans += packing.ring.limit();
+            let packer = Packer::new(index, table, packing, parts.clone());
             work.packers.push(Mutex::new(packer));
             work.targets.push(UploadTarget {
                 key: lane.key,
@@ -199,6 +213,7 @@ impl Work {
                 meter: lane.meter,
             });
         }
+        work.lent_bytes = ring_loans.min(frames.limit()).saturating_mul(chunk_len);
         work
     }
 }
@@ -262,58 +277,104 @@ struct Compressors<'a> {
     packers: &'a [Mutex<Packer>],
     frame_buffers: &'a BufferPool,
     gauge: &'a Gauge,
+    pacer: &'a Pacer,
 }
 
 impl Compressors<'_> {
     /// One thread: takes a frame buffer first and a chunk then, so that the oldest chunk of a lane always has a frame buffer.
     fn run(&self, mut encoder: Encoder, chunks: &Receiver<RawChunk>) -> Result<(), PipelineError> {
+        let mut spare = None;
+        let mut packing = Duration::ZERO;
         loop {
-            let (mut frame, waited) = self
-                .frame_buffers
-                .acquire()
-                .map_err(|_closed| PipelineError::Cancelled)?;
-            self.gauge.blocked(waited);
-            let idle = Instant::now();
+            let mut idle = packing;
+            let mut frame = match spare.take() {
+                Some(frame) => frame,
+                None => {
+                    let (frame, waited) = self
+                        .frame_buffers
+                        .acquire()
+                        .map_err(|_closed| PipelineError::Cancelled)?;
+                    self.gauge.blocked(waited);
+                    idle += waited;
+                    frame
+                }
+            };
+            let waiting = Instant::now();
             let Ok(chunk) = chunks.recv() else {
                 return Ok(());
             };
-            self.gauge.starved(idle.elapsed());
-            let target = &self.targets[chunk.lane];
-            let started = Instant::now();
-            let encoded = encoder.encode(&chunk.buffer[..chunk.len], &mut frame);
-            let record = FrameRecord {
-                stored_len: u32::try_from(encoded.len).unwrap_or(u32::MAX),
-                raw_len: u32::try_from(chunk.len).unwrap_or(u32::MAX),
-                kind: encoded.kind,
-                digest: encoded.digest,
-            };
-            let RawChunk {
-                lane,
-                index,
-                buffer,
-                len,
-            } = chunk;
-            drop(buffer);
-            target.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
-            let encoded_at = Instant::now();
-            self.gauge
-                .busy_as(lane, record.kind.name(), len as u64, encoded_at - started);
-            // Packing counts as work; waiting for the lane's packer, or in it for a part buffer, does not.
-            let mut packer = self.packers[lane]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            let packing_at = Instant::now();
-            let blocked = packer.push(
-                index,
-                PackedFrame {
-                    buffer: frame,
-                    record,
-                },
-            )?;
-            drop(packer);
-            self.gauge.blocked(blocked + (packing_at - encoded_at));
-            self.gauge
-                .busy(0, packing_at.elapsed().saturating_sub(blocked));
+            let waited = waiting.elapsed();
+            self.gauge.starved(waited);
+            idle += waited;
+
+            let (lane, index, len) = (chunk.lane, chunk.index, chunk.len);
+            let (started, cpu_before) = (Instant::now(), thread_time());
+            let encoded = encoder.encode(&chunk.buffer[..len], &mut frame, self.pacer.effort());
+            let busy = started.elapsed();
+            let coding = encoded.kind.name(encoded.filter);
+            self.gauge.busy_as(lane, coding, len as u64, busy);
+            let computing = thread_time().saturating_sub(cpu_before);
+            self.pacer
+                .note(idle, busy, computing, || self.acknowledged());
+            let meter = &self.targets[lane].meter;
+            meter.coded.fetch_add(len as u64, Ordering::Relaxed);
+
+            let (packed, left) = in_buffers(chunk, frame, &encoded);
+            spare = left;
+            packing = self.pack(lane, index, packed)?;
         }
     }
+
+    /// Packing counts as work; waiting for the lane's packer, or in it for a pack buffer, does not. Says how long that was.
+    fn pack(&self, lane: usize, index: u64, frame: PackedFrame) -> Result<Duration, PipelineError> {
+        let came_at = Instant::now();
+        let mut packer = self.packers[lane]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let packing_at = Instant::now();
+        let blocked = packer.push(index, frame)?;
+        drop(packer);
+        let waited = blocked + (packing_at - came_at);
+        self.gauge.blocked(waited);
+        let packing = packing_at.elapsed().saturating_sub(blocked);
+        self.gauge.busy(0, packing);
+        Ok(waited)
+    }
+
+    /// Bytes that the store has acknowledged.
+    fn acknowledged(&self) -> u64 {
+        let stored = |target: &UploadTarget| target.meter.stored.load(Ordering::Relaxed);
+        self.targets.iter().map(stored).sum()
+    }
 }
+
+/// The frame in the buffer that holds it, and the frame buffer if that is left. A raw frame stays in the ring, any other leaves it at once.
+fn in_buffers(
+    chunk: RawChunk,
+    frame: PoolBuf,
+    encoded: &Encoded,
+) -> (PackedFrame, Option<PoolBuf>) {
+    let record = FrameRecord {
+        stored_len: u32::try_from(encoded.len()).unwrap_or(u32::MAX),
+        raw_len: u32::try_from(chunk.len).unwrap_or(u32::MAX),
+        kind: encoded.kind,
+        filter: encoded.filter,
+        digest: encoded.digest,
+    };
+    let (bytes, left) = match encoded.body {
+        Body::Written { .. } => (FrameBytes::Written(frame), None),
+        Body::Raw { checksum } => {
+            let chunk = chunk.buffer;
+            (FrameBytes::Raw { chunk, checksum }, Some(frame))
+        }
+    };
+    let packed = PackedFrame {
+        bytes,
+        crc64: encoded.crc64,
+        record,
+    };
+    (packed, left)
+}
+
+#[cfg(test)]
+mod tests;

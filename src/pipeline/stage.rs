@@ -31,7 +31,7 @@ mod tests {
 
     use tokio_util::sync::CancellationToken;
 
-    use crate::codec::{Decoder, Encoder, Level};
+    use crate::codec::{Decoder, Encoder, Settings};
     use crate::driver::BufferPool;
     use crate::pipeline::{Destination, LoadResources, PipelineError, SaveResources, load, save};
     use crate::progress::Meter;
@@ -71,10 +71,11 @@ mod tests {
             SaveResources {
                 store: Arc::new(MemoryStore::new()),
                 runtime: runtime.handle().clone(),
-                encoders: vec![Encoder::new(Level::Fast).unwrap()],
+                encoders: vec![Encoder::new(Settings::default()).unwrap()],
                 chunk_len: 64,
                 frame_buffers: pool(),
-                part_buffers: pool(),
+                part_len: 64,
+                pack_buffers: pool(),
                 parallelism: 1,
                 meter: Meter::new(),
             },

@@ -1,11 +1,12 @@
 //! Parts ↔ store: parallel uploads of whole parts, parallel ranged reads into whole buffers.
 //!
 //! In: parts from the packers, or groups of frames to fetch. Out: receipts, or bytes. What can fail: the store, after its retry decorator gave up. A request starts only once
-//! its bytes are in memory (a body that does not move is dropped by stores), and a part's buffer lives until the store has acknowledged it.
-//! Every request is a task of its own; all are joined before this returns.
+//! its bytes are in memory (a body that does not move is dropped by stores), and a part's buffers live until the store has acknowledged it.
+//! Every request is a task of its own; all are joined before this returns. How many are under way at once is found by trying ([`super::window`]).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
@@ -15,6 +16,7 @@ use super::abort::{Abort, panic_message};
 use super::gauge::Wire;
 use super::pack::PartJob;
 use super::save::SaveResources;
+use super::window::Window;
 use crate::progress::{LaneMeter, Meter};
 use crate::store::{Key, PartReceipt, Store, StoreError, UploadId};
 
@@ -31,7 +33,10 @@ pub(super) struct UploadTarget {
 pub(super) struct Uploader {
     store: Arc<dyn Store>,
     targets: Vec<UploadTarget>,
+    /// Most parts in flight.
     parallelism: usize,
+    /// Parts that the memory holds beside those that are being filled, at least.
+    spare_parts: usize,
     pub(super) wire: Arc<Wire>,
     meter: Arc<Meter>,
     abort: Arc<Abort>,
@@ -45,21 +50,21 @@ struct Acknowledged {
 }
 
 impl Uploader {
-    /// An uploader for these targets. Every lane fills a part, so what there is room for on the wire is the rest.
+    /// An uploader for these targets. `lent_bytes` are how much parts hold without pack buffers, at least.
     pub(super) fn new(
         resources: &SaveResources,
         targets: Vec<UploadTarget>,
+        lent_bytes: usize,
         abort: &Arc<Abort>,
     ) -> Self {
-        let parallelism = resources.parallelism.max(1);
-        let spare_parts = resources.part_buffers.count().saturating_sub(targets.len());
+        let pack_bytes = resources.pack_buffers.count() * resources.pack_buffers.buffer_len();
+        let parts = (pack_bytes + lent_bytes) / resources.part_len.max(1);
         Self {
             store: Arc::clone(&resources.store),
+            spare_parts: parts.saturating_sub(targets.len()),
             targets,
-            parallelism,
-            wire: Arc::new(
-                Wire::new("upload", parallelism.min(spare_parts)).recorded(&resources.meter),
-            ),
+            parallelism: resources.parallelism,
+            wire: Arc::new(Wire::new("upload", 1).recorded(&resources.meter)),
             meter: Arc::clone(&resources.meter),
             abort: Arc::clone(abort),
         }
@@ -70,17 +75,28 @@ impl Uploader {
         let mut receipts: Vec<Vec<PartReceipt>> = self.targets.iter().map(|_| Vec::new()).collect();
         let mut under_way = JoinSet::new();
         let mut packing = true;
+        let mut window = Window::new(self.parallelism, Instant::now());
+        let mut slow_downs = self.meter.slow_downs.load(Ordering::Relaxed);
         while packing || !under_way.is_empty() {
+            let asked = self.meter.slow_downs.load(Ordering::Relaxed);
+            if std::mem::replace(&mut slow_downs, asked) < asked {
+                window.slow_down(Instant::now());
+            }
+            self.wire.set_room(window.limit().min(self.spare_parts));
             tokio::select! {
                 () = self.abort.token().cancelled() => break,
-                job = parts.recv(), if packing && under_way.len() < self.parallelism => match job {
+                job = parts.recv(), if packing && under_way.len() < window.limit() => match job {
                     Some(job) => { under_way.spawn(self.upload(job)); }
                     None => {
                         packing = false;
                         self.wire.drain();
                     }
                 },
-                Some(done) = under_way.join_next(), if !under_way.is_empty() => self.acknowledge(done, &mut receipts),
+                Some(done) = under_way.join_next(), if !under_way.is_empty() => {
+                    if let Some(len) = self.acknowledge(done, &mut receipts) {
+                        window.acknowledged(len, !parts.is_empty(), Instant::now());
+                    }
+                }
             }
         }
         under_way.shutdown().await;
@@ -114,11 +130,12 @@ impl Uploader {
         }
     }
 
+    /// Keeps the receipt, or stops the run. Says how long the part was.
     fn acknowledge(
         &self,
         done: Result<Result<Acknowledged, StoreError>, tokio::task::JoinError>,
         receipts: &mut [Vec<PartReceipt>],
-    ) {
+    ) -> Option<u64> {
         match done {
             Ok(Ok(part)) => {
                 let meter = &self.targets[part.lane].meter;
@@ -126,11 +143,14 @@ impl Uploader {
                     .acknowledged
                     .fetch_add(part.raw_len, Ordering::Relaxed);
                 meter.stored.fetch_add(part.receipt.len, Ordering::Relaxed);
+                let len = part.receipt.len;
                 receipts[part.lane].push(part.receipt);
+                return Some(len);
             }
             Ok(Err(error)) => self.abort.fail(PipelineError::Store(error)),
             Err(error) => self.abort.fail(task_panicked("upload", error)),
         }
+        None
     }
 }
 
@@ -142,5 +162,104 @@ pub(super) fn task_panicked(stage: &'static str, error: tokio::task::JoinError) 
             message: panic_message(panic.as_ref()),
         },
         Err(_cancelled) => PipelineError::Cancelled,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use bytes::Bytes;
+    use tokio::sync::mpsc::unbounded_channel;
+    use tokio_util::sync::CancellationToken;
+
+    use super::super::network::Network;
+    use super::*;
+    use crate::store::{PartBody, PartNumber};
+
+    /// An upload of parts that are all ready, to a store that takes them when it is told to.
+    struct Upload {
+        network: Arc<Network>,
+        meter: Arc<Meter>,
+        run: tokio::task::JoinHandle<Vec<Vec<PartReceipt>>>,
+    }
+
+    impl Upload {
+        async fn start(count: u64) -> Self {
+            let network = Arc::new(Network::gated());
+            let meter = Meter::new();
+            let key = Key::new("job/object").unwrap();
+            let upload = network.begin_upload(&key).await.unwrap();
+            let uploader = Uploader {
+                store: Arc::clone(&network) as Arc<dyn Store>,
+                targets: vec![UploadTarget {
+                    key,
+                    upload,
+                    meter: LaneMeter::new("lane", 0),
+                }],
+                parallelism: 64,
+                spare_parts: 64,
+                wire: Arc::new(Wire::new("upload", 1)),
+                meter: Arc::clone(&meter),
+                abort: Arc::new(Abort::new(Vec::new(), CancellationToken::new())),
+            };
+            let (out, parts) = unbounded_channel();
+            for number in 1..=count {
+                let bytes = Bytes::from_static(b"part");
+                let crc64 = crate::codec::Crc64::of(&bytes).value();
+                out.send(PartJob {
+                    lane: 0,
+                    number: PartNumber::new(number).unwrap(),
+                    body: PartBody::new(vec![bytes], crc64),
+                    raw_len: 4,
+                })
+                .unwrap();
+            }
+            drop(out);
+            Self {
+                network,
+                meter,
+                run: tokio::spawn(uploader.run(parts)),
+            }
+        }
+
+        /// Lets `count` parts through, and waits until so many others are in flight and nothing moves any more, for as long as that takes.
+        async fn pass(&self, count: usize, in_flight: usize) {
+            self.network.passes.add_permits(count);
+            let mut looks_alike = 0;
+            while looks_alike < 20 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                let is_so = self.network.in_flight.load(Ordering::Relaxed) == in_flight;
+                looks_alike = if is_so { looks_alike + 1 } else { 0 };
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn more_parts_are_tried_while_parts_wait() {
+        let upload = Upload::start(100).await;
+        upload.pass(0, 8).await;
+        // A round to settle, and one to know the rate.
+        upload.pass(8, 8).await;
+        upload.pass(8, 16).await;
+        upload.run.abort();
+    }
+
+    #[tokio::test]
+    async fn half_as_many_when_the_store_asks_to_slow_down() {
+        let upload = Upload::start(100).await;
+        upload.pass(0, 8).await;
+        upload.meter.slow_downs.fetch_add(3, Ordering::Relaxed);
+        upload.pass(5, 4).await;
+        upload.run.abort();
+    }
+
+    #[tokio::test]
+    async fn every_part_is_receipted_in_order() {
+        let upload = Upload::start(100).await;
+        upload.network.passes.add_permits(100);
+        let receipts = upload.run.await.unwrap();
+        let numbers = receipts[0].iter().map(|receipt| receipt.number.get());
+        assert!(numbers.eq(1..=100));
     }
 }

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::codec::Level;
+use crate::codec::Settings;
 
 const GIB: u64 = 1 << 30;
 const TB: u64 = 1_000_000_000_000;
@@ -14,7 +14,7 @@ fn settings(memory_budget: u64) -> SaveSettings {
         budget_is_set: true,
         threads: 2,
         parallelism: 16,
-        context_bytes: Level::Fast.context_bytes(),
+        context_bytes: Settings::default().context_bytes(),
     }
 }
 
@@ -44,7 +44,12 @@ fn a_small_budget_holds_any_one_gpu() {
         let plan = plan_save(&[memory_len], &settings(256 * MIB)).unwrap();
         assert!(plan.total_bytes <= 256 * MIB);
         assert_eq!(plan.threads, 2);
-        assert!(plan.ring_chunks >= 2 && plan.part_buffers >= 3, "{plan:?}");
+        // At least three parts: one being filled, two in flight.
+        assert!(plan.ring_chunks >= 2, "{plan:?}");
+        assert!(
+            plan.pack_buffers as u64 * PACK_LEN >= 3 * plan.part_len,
+            "{plan:?}"
+        );
     }
     let plan = plan_save(&[GIB / 2; 8], &settings(256 * MIB)).unwrap();
     assert!(plan.total_bytes <= 256 * MIB);
@@ -63,10 +68,12 @@ fn a_small_budget_holds_any_one_gpu() {
 #[test]
 fn plenty_of_memory_reaches_every_limit_and_stops() {
     let plan = plan_save(&[80 * GIB; 8], &settings(1 << 40)).unwrap();
-    assert_eq!(plan.ring_chunks, 8);
-    assert_eq!(plan.part_buffers, 16 + 8);
-    assert_eq!(plan.frame_buffers, 4);
-    assert_eq!(plan.chunk_len, 16 * MIB);
+    assert_eq!((plan.chunk_len, plan.part_len), (16 * MIB, 16 * MIB));
+    // Half of the 16 parts in flight and one per GPU, beside what keeps the stages moving.
+    let lent_parts = 8 + 8;
+    assert_eq!(plan.ring_chunks, 8 + lent_parts / 8);
+    assert_eq!(plan.frame_buffers, 4 + lent_parts);
+    assert_eq!(plan.pack_buffers, lent_parts * 16);
     let lane = LoadLane {
         raw_len: 80 * GIB,
         chunk_len: 16 * MIB,
@@ -74,6 +81,23 @@ fn plenty_of_memory_reaches_every_limit_and_stops() {
     };
     let plan = plan_load(&[lane; 8], &load_settings(1 << 40)).unwrap();
     assert_eq!((plan.ring_chunks, plan.fetch_buffers), (8, 16 + 8));
+}
+
+#[test]
+fn parts_in_flight_have_memory_whatever_the_data() {
+    for (threads, parallelism, in_flight) in [(2, 64, 16), (16, 64, 64), (64, 64, 64), (16, 4, 4)] {
+        let settings = SaveSettings {
+            threads,
+            parallelism,
+            ..settings(4 * GIB)
+        };
+        let plan = plan_save(&[80 * GIB], &settings).unwrap();
+        let parts = |count: usize, len: u64| count as u64 * len / plan.part_len;
+        let packed = parts(plan.pack_buffers, PACK_LEN);
+        let raw = packed + parts(plan.ring_chunks - 2, plan.chunk_len);
+        let compressed = packed + parts(plan.frame_buffers - threads as usize - 1, plan.chunk_len);
+        assert!(raw > in_flight && compressed > in_flight, "{plan:?}");
+    }
 }
 
 #[test]
@@ -243,13 +267,13 @@ proptest! {
             prop_assert!(Chunks::new(*len, plan.chunk_len).count() <= FRAME_COUNT_MAX);
         }
         prop_assert!((PART_LEN_MIN..=PART_LEN_MAX).contains(&plan.part_len));
-        prop_assert!(plan.ring_chunks >= 2 && plan.ring_chunks <= 8);
+        prop_assert!(plan.ring_chunks >= 2);
         prop_assert!(plan.frame_buffers > plan.threads as usize);
         prop_assert!(plan.threads >= 1 && plan.threads <= threads);
-        prop_assert!(plan.part_buffers > gpu_memory.len());
+        prop_assert!(plan.pack_buffers as u64 * PACK_LEN >= (gpu_memory.len() as u64 + 1) * plan.part_len);
         let counted = gpu_memory.len() as u64 * plan.ring_chunks as u64 * plan.chunk_len
             + (plan.frame_buffers * plan.frame_len_max) as u64
-            + plan.part_buffers as u64 * plan.part_len
+            + plan.pack_buffers as u64 * PACK_LEN
             + u64::from(plan.threads) * context_bytes
             + plan.table_bytes;
         prop_assert_eq!(plan.total_bytes, counted);

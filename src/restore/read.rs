@@ -385,7 +385,7 @@ fn cat_extent(
             rest = behind;
             let raw = &mut chunk[..frame.raw_len as usize];
             decoder
-                .decode(stored, frame.digest, raw)
+                .decode(stored, frame.filter, frame.digest, raw)
                 .map_err(|source| PipelineError::Frame {
                     key: key.to_string(),
                     chunk: frame.index,

@@ -15,6 +15,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -350,6 +351,10 @@ impl Attempts<'_> {
         };
         self.meter
             .retried(kind, || format!("attempt {} failed: {error}", self.count));
+        if matches!(error, StoreError::SlowDown { .. }) {
+            // Whoever decides how many requests are under way listens.
+            self.meter.slow_downs.fetch_add(1, Ordering::Relaxed);
+        }
         self.tell(pause, limit, &error);
         self.last = Some(error);
         tokio::select! {
@@ -608,6 +613,9 @@ mod tests {
             call(&store).await;
             assert_eq!(inner.calls(operation), 3, "{operation}, {fault:?}");
             assert_eq!(retries(&store), 2, "{operation}, {fault:?}");
+            let slow_downs = store.meter.slow_downs.load(Ordering::Relaxed);
+            let asked = if fault == Fault::SlowDown { 2 } else { 0 };
+            assert_eq!(slow_downs, asked, "{operation}, {fault:?}");
         }
     }
 

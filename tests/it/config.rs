@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ckptstream::codec::Level;
+use ckptstream::codec::{FilterChoice, Level, Settings};
 use ckptstream::config::{
     Config, ConfigError, Environment, KEYS, Overrides, PartChecksum, RawConfig, Verify,
 };
@@ -114,7 +114,7 @@ fn defaults() {
         (config.store.bucket.as_str(), config.store.prefix.as_str()),
         ("my-bucket", "ckptstream")
     );
-    assert_eq!(config.store.parallelism, 16);
+    assert_eq!(config.store.parallelism, 64);
     assert_eq!(config.store.checksum, PartChecksum::Crc64Nvme);
     assert_eq!(config.store.retry_timeout, Duration::from_secs(120));
     assert_eq!(config.store.request_timeout, Duration::from_secs(30));
@@ -126,7 +126,7 @@ fn defaults() {
         (2 * GIB, false)
     );
     assert_eq!(config.pipeline.threads, 6);
-    assert_eq!(config.compression.level, Level::Fast);
+    assert_eq!(config.compression.settings, Settings::default());
     assert_eq!(config.restore.verify, None);
     assert_eq!(config.deadline, None);
 }
@@ -305,14 +305,29 @@ fn values_out_of_range_name_key_and_range() {
 #[test]
 fn words_and_levels() {
     for (line, level) in [
-        ("mode = \"auto\"", Level::Fast),
+        ("mode = \"auto\"", Level::Auto),
         ("mode = \"none\"", Level::None),
         ("mode = \"max-ratio\"", Level::MaxRatio),
         ("mode = 19", Level::Zstd(19)),
     ] {
         assert_eq!(
-            resolved(&with("compression", line)).compression.level,
+            resolved(&with("compression", line))
+                .compression
+                .settings
+                .level,
             level
+        );
+    }
+    for (line, filter) in [
+        ("filter = \"auto\"", FilterChoice::Auto),
+        ("filter = \"none\"", FilterChoice::None),
+    ] {
+        assert_eq!(
+            resolved(&with("compression", line))
+                .compression
+                .settings
+                .filter,
+            filter
         );
     }
     assert_eq!(

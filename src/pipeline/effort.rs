@@ -1,0 +1,405 @@
+//! How much the compressors try: as much as the other stages leave time for.
+//!
+//! In: how the compressors spent their time, what the process's other work cost, and how many bytes went to the store. Out: the effort, in CPU-seconds that one gigabyte (10⁹ bytes) less in the store
+//! is worth. Nothing can fail.
+//!
+//! Compressors that wait while processors are free have time to spare: what they send on is limited by something else, most often the link, and every byte less is gained. The effort rises. Compressors that
+//! never wait are what the others wait for, and where the processors are all taken every second spent here is missing elsewhere: the effort falls. It stops at what a
+//! gigabyte costs to send, in CPU-seconds, because compression below that price pays for itself.
+//!
+//! Waiting alone says nothing about the processors: where copying and sending take them, compressors wait too, for a stage that waits for a processor. So it is held against the share of the processors
+//! that the process had, and against how long compressors stood ready without one.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::codec::Effort;
+
+/// Time between two looks, if chunks end that often: long against a chunk, short against a save.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// An emergency has no time to find out.
+const EFFORT_FIRST: f32 = Effort::FIRST.0;
+/// CPU-seconds for a gigabyte that no sender is known to undercut: system calls, TCP and a network card.
+const EFFORT_LEAST: f32 = 0.2;
+/// What the slowest coding that the pipeline leaves to the encoder asks for to gain a hundredth of a chunk. More would only take longer to come down from.
+const EFFORT_MOST: f32 = 300.0;
+/// Paid beyond the price of sending: it keeps what is compressed within 5 % of what is not, where sending is cheap.
+const PREMIUM: f32 = 1.25;
+/// Share of their time that compressors wait, above which there is time to spare.
+const IDLE_RISE: f64 = 0.15;
+/// Share below which the others wait for them.
+const IDLE_FALL: f64 = 0.05;
+/// Share of the processors from which on they count as taken.
+const TAKEN: f64 = 0.9;
+/// Share of their working time that compressors stood ready without a processor, from which on others need them.
+const KEPT_OUT: f64 = 0.15;
+/// A step up. Twice as much takes four looks.
+const RISE: f32 = 1.19;
+/// A step down: twice as fast as up, because too much effort holds everything up and too little only costs bytes.
+const FALL: f32 = 1.41;
+/// Looks without a rise after a fall. The next coding up may cost a multiple, so that the effort goes to and fro across its price: it is to be below for nearly all the time.
+const REST: u32 = 12;
+/// What a look back counts for at the next look, when the price of sending is taken.
+const MEMORY: f64 = 0.9;
+
+/// What happened since the last look.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Span {
+    /// Of the compressors together: at work, by the clock on the wall.
+    pub(super) busy: Duration,
+    /// Of the compressors together: at work, by the processors' clocks.
+    pub(super) computing: Duration,
+    /// Of the compressors together: waiting for chunks or for room.
+    pub(super) idle: Duration,
+    /// CPU time of the whole process.
+    pub(super) process: Duration,
+    /// What all processors together could have given.
+    pub(super) available: Duration,
+    /// Bytes that the store has acknowledged.
+    pub(super) stored: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Control {
+    effort: f32,
+    /// Looks until it may rise again.
+    rest: u32,
+    /// CPU-seconds and gigabytes of what was sent lately.
+    sending: f64,
+    sent: f64,
+}
+
+impl Control {
+    /// Without any experience.
+    pub(super) fn new() -> Self {
+        Self {
+            effort: EFFORT_FIRST,
+            rest: 0,
+            sending: 0.0,
+            sent: 0.0,
+        }
+    }
+
+    /// The effort now.
+    pub(super) fn effort(&self) -> f32 {
+        self.effort
+    }
+
+    /// Learns from a span, and says the effort from now on.
+    pub(super) fn look(&mut self, span: &Span) -> f32 {
+        let others = span.process.saturating_sub(span.computing);
+        self.sending = self.sending * MEMORY + others.as_secs_f64();
+        self.sent = self.sent * MEMORY + gigabytes(span.stored);
+
+        let idle = share(span.idle, span.idle + span.busy);
+        let kept_out = share(span.busy.saturating_sub(span.computing), span.busy);
+        let is_taken = share(span.process, span.available) >= TAKEN || kept_out >= KEPT_OUT;
+        if idle < IDLE_FALL || is_taken {
+            self.effort /= FALL;
+            self.rest = REST;
+        } else if self.rest > 0 {
+            self.rest -= 1;
+        } else if idle > IDLE_RISE {
+            self.effort *= RISE;
+        }
+        self.effort = self.effort.clamp(self.price(), EFFORT_MOST);
+        self.effort
+    }
+
+    /// CPU-seconds for a gigabyte less, which not sending it saves.
+    fn price(&self) -> f32 {
+        if self.sent <= 0.0 {
+            return EFFORT_LEAST;
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "a ratio of a few digits")]
+        let price = (self.sending / self.sent) as f32 * PREMIUM;
+        price.clamp(EFFORT_LEAST, EFFORT_FIRST)
+    }
+}
+
+/// Looks at the compressors from their own threads, and tells them the effort.
+#[derive(Debug)]
+pub(super) struct Pacer {
+    /// Bits of the effort.
+    effort: AtomicU32,
+    processors: u32,
+    tally: Mutex<Tally>,
+}
+
+#[derive(Debug)]
+struct Tally {
+    control: Control,
+    span: Span,
+    looked_at: Instant,
+    /// What the process had cost, and what the store had acknowledged, at that time.
+    process: Duration,
+    stored: u64,
+}
+
+impl Pacer {
+    /// Begins now.
+    pub(super) fn new() -> Self {
+        let control = Control::new();
+        let processors = std::thread::available_parallelism();
+        Self {
+            effort: AtomicU32::new(control.effort().to_bits()),
+            processors: processors.map_or(1, |count| u32::try_from(count.get()).unwrap_or(1)),
+            tally: Mutex::new(Tally {
+                control,
+                span: Span::default(),
+                looked_at: Instant::now(),
+                process: cpu_time(ClockId::ProcessCPUTime),
+                stored: 0,
+            }),
+        }
+    }
+
+    /// For the next chunk.
+    pub(super) fn effort(&self) -> Effort {
+        Effort(f32::from_bits(self.effort.load(Ordering::Relaxed)))
+    }
+
+    /// A compressor waited for `idle`, and then worked on a chunk for `busy`, of which it had a processor for `computing`. `stored` counts the bytes that the store has acknowledged so far.
+    pub(super) fn note(
+        &self,
+        idle: Duration,
+        busy: Duration,
+        computing: Duration,
+        stored: impl FnOnce() -> u64,
+    ) {
+        let mut tally = self.tally.lock().unwrap_or_else(PoisonError::into_inner);
+        tally.span.idle += idle;
+        tally.span.busy += busy;
+        tally.span.computing += computing;
+        let now = Instant::now();
+        let elapsed = now - tally.looked_at;
+        if elapsed < LOOK_EVERY {
+            return;
+        }
+        let (process, stored) = (cpu_time(ClockId::ProcessCPUTime), stored());
+        let span = Span {
+            process: process.saturating_sub(tally.process),
+            available: elapsed * self.processors,
+            stored: stored - tally.stored,
+            ..std::mem::take(&mut tally.span)
+        };
+        (tally.looked_at, tally.process, tally.stored) = (now, process, stored);
+        let effort = tally.control.look(&span);
+        self.effort.store(effort.to_bits(), Ordering::Relaxed);
+    }
+}
+
+/// What this thread has cost so far.
+pub(super) fn thread_time() -> Duration {
+    cpu_time(ClockId::ThreadCPUTime)
+}
+
+fn cpu_time(clock: ClockId) -> Duration {
+    Duration::try_from(clock_gettime(clock)).unwrap_or(Duration::ZERO)
+}
+
+/// Part of whole, 0 of nothing.
+fn share(part: Duration, whole: Duration) -> f64 {
+    match whole.is_zero() {
+        true => 0.0,
+        false => part.as_secs_f64() / whole.as_secs_f64(),
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a rate")]
+fn gigabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A node in balance: for an effort, what a gigabyte of raw data costs to compress, and how much of it is stored.
+    struct Plant {
+        cores: f64,
+        /// CPU-seconds for a stored gigabyte.
+        sending: f64,
+        /// CPU-seconds for a raw gigabyte beside compression and sending.
+        copying: f64,
+        /// Most raw gigabytes a second that the GPU gives.
+        copy: f64,
+        /// Most stored gigabytes a second that the network takes.
+        link: f64,
+        /// CPU-seconds and stored gigabytes for a raw gigabyte, from quick to thorough.
+        codings: &'static [(f64, f64)],
+    }
+
+    /// Made up, of the shape of floating-point weights.
+    const WEIGHTS: &[(f64, f64)] = &[(0.1, 1.0), (0.3, 0.67), (1.0, 0.66), (3.0, 0.64)];
+
+    /// What came out of one look.
+    struct Outcome {
+        raw_rate: f64,
+        stored_share: f64,
+    }
+
+    impl Plant {
+        fn coding(&self, effort: f32) -> (f64, f64) {
+            let price = |(cpu, stored): &(f64, f64)| cpu + f64::from(effort) * stored;
+            *self
+                .codings
+                .iter()
+                .min_by(|a, b| price(a).total_cmp(&price(b)))
+                .unwrap()
+        }
+
+        /// Fifty milliseconds at this effort.
+        fn run(&self, effort: f32) -> (Span, Outcome) {
+            let (coding, stored_share) = self.coding(effort);
+            let cpu = coding + self.copying + self.sending * stored_share;
+            let raw_rate = (self.cores / cpu)
+                .min(self.cores / coding)
+                .min(self.copy)
+                .min(self.link / stored_share);
+            let seconds = 0.05;
+            let computing = raw_rate * coding * seconds;
+            let process = raw_rate * cpu * seconds;
+            // Where the processors are full, whoever works waits for one about as long as it works.
+            let busy = match process >= 0.99 * self.cores * seconds {
+                true => (computing * 1.5).min(self.cores * seconds),
+                false => computing,
+            };
+            let span = Span {
+                busy: Duration::from_secs_f64(busy),
+                computing: Duration::from_secs_f64(computing),
+                idle: Duration::from_secs_f64(self.cores * seconds - busy),
+                process: Duration::from_secs_f64(process),
+                available: Duration::from_secs_f64(self.cores * seconds),
+                stored: (raw_rate * stored_share * seconds * 1e9) as u64,
+            };
+            let outcome = Outcome {
+                raw_rate,
+                stored_share,
+            };
+            (span, outcome)
+        }
+
+        /// Rate and stored share over the second half of so many looks.
+        fn settle(&self, looks: usize) -> Outcome {
+            let mut control = Control::new();
+            let (mut raw, mut stored) = (0.0, 0.0);
+            for look in 0..looks {
+                let (span, outcome) = self.run(control.effort());
+                control.look(&span);
+                if look >= looks / 2 {
+                    raw += outcome.raw_rate;
+                    stored += outcome.raw_rate * outcome.stored_share;
+                }
+            }
+            #[expect(clippy::cast_precision_loss, reason = "a count")]
+            let counted = (looks - looks / 2) as f64;
+            Outcome {
+                raw_rate: raw / counted,
+                stored_share: stored / raw,
+            }
+        }
+    }
+
+    const NODE: Plant = Plant {
+        cores: 2.0,
+        sending: 0.35,
+        copying: 0.02,
+        copy: 50.0,
+        link: 50.0,
+        codings: WEIGHTS,
+    };
+
+    #[test]
+    fn a_slow_link_gets_the_best_ratio_that_the_cores_sustain() {
+        let on_link = |link| Plant { link, ..NODE }.settle(400);
+        // A raw 0.31 GB/s need 0.9 cores for the most thorough coding.
+        let slow = on_link(0.2);
+        assert!(slow.stored_share < 0.645, "{}", slow.stored_share);
+        // A raw 1.2 GB/s need 1.2 for the second.
+        let middling = on_link(0.8);
+        assert!(middling.stored_share < 0.665, "{}", middling.stored_share);
+        // A raw 3 GB/s need 0.9 for the first, and sending needs 0.7.
+        let fast = on_link(2.0);
+        assert!(fast.stored_share < 0.68, "{}", fast.stored_share);
+        for (link, settled) in [(0.2, slow), (0.8, middling), (2.0, fast)] {
+            let used = settled.raw_rate * settled.stored_share / link;
+            assert!(used > 0.94, "{used} of a link of {link}");
+        }
+    }
+
+    #[test]
+    fn full_processors_are_hardly_slower_for_compressing() {
+        let settled = NODE.settle(400);
+        let (_, raw) = NODE.run(0.0);
+        assert!(
+            settled.raw_rate > 0.95 * raw.raw_rate,
+            "{}",
+            settled.raw_rate
+        );
+    }
+
+    #[test]
+    fn what_costs_less_than_sending_is_always_done() {
+        const CHEAP: &[(f64, f64)] = &[(0.1, 1.0), (0.2, 0.67), (2.0, 0.65)];
+        let settled = Plant {
+            codings: CHEAP,
+            ..NODE
+        }
+        .settle(400);
+        assert!(
+            (settled.stored_share - 0.67).abs() < 0.01,
+            "{}",
+            settled.stored_share
+        );
+    }
+
+    #[test]
+    fn a_slow_gpu_leaves_time_for_a_better_ratio() {
+        let settled = Plant { copy: 0.5, ..NODE }.settle(400);
+        assert!(settled.stored_share < 0.65, "{}", settled.stored_share);
+        assert!(settled.raw_rate > 0.47, "{}", settled.raw_rate);
+    }
+
+    #[test]
+    fn the_effort_stays_within_its_bounds() {
+        let mut control = Control::new();
+        let idle = Span {
+            idle: Duration::from_secs(1),
+            available: Duration::from_secs(1),
+            ..Span::default()
+        };
+        for _ in 0..200 {
+            control.look(&idle);
+        }
+        assert!((control.effort() - EFFORT_MOST).abs() < 0.1);
+        let busy = |sending: u64| Span {
+            busy: Duration::from_secs(1),
+            computing: Duration::from_secs(1),
+            process: Duration::from_secs(1) + Duration::from_millis(sending),
+            available: Duration::from_secs(2),
+            stored: 1_000_000_000,
+            ..Span::default()
+        };
+        for (sending, least) in [(400, 0.5), (10, EFFORT_LEAST), (60_000, EFFORT_FIRST)] {
+            for _ in 0..200 {
+                control.look(&busy(sending));
+            }
+            assert!(
+                (control.effort() - least).abs() < 0.01,
+                "{sending}: {}",
+                control.effort()
+            );
+        }
+    }
+
+    #[test]
+    fn nothing_at_all_is_no_reason_to_change_much() {
+        let mut control = Control::new();
+        assert!(control.look(&Span::default()).is_finite());
+    }
+}

@@ -1,0 +1,167 @@
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use super::super::network::Network;
+use super::*;
+use crate::codec::Settings;
+use crate::driver::{DeviceMemory, fake};
+
+const CHUNK_LEN: usize = 256 << 10;
+const CHUNK_COUNT: usize = 21;
+/// Longer than a chunk and no multiple of one: frames straddle parts, and parts hold several.
+const PART_LEN: usize = 600_000;
+const PACK_LEN: usize = 100_000;
+/// For a run that takes a fraction of a second.
+const HANGS_AFTER: Duration = Duration::from_secs(120);
+
+/// What a chunk holds.
+#[derive(Debug, Clone, Copy)]
+enum Fill {
+    /// A raw frame.
+    Random,
+    /// A frame of half the length.
+    Half,
+    /// A frame of next to nothing.
+    Zero,
+}
+
+impl Fill {
+    fn write(self, chunk: &mut [u8], seed: u64) {
+        chunk.fill(0);
+        let len = match self {
+            Fill::Random => chunk.len(),
+            Fill::Half => chunk.len() / 2,
+            Fill::Zero => 0,
+        };
+        fastrand::Rng::with_seed(seed).fill(&mut chunk[..len]);
+    }
+}
+
+/// A run on buffers as few as the least plan has, and some to lend.
+#[derive(Debug, Clone)]
+struct Case {
+    /// What each lane's ring buffers hold, in turn. The driver of stubs copies nothing, so that is what is saved.
+    lanes: Vec<Vec<Fill>>,
+    threads: usize,
+    parallelism: usize,
+    /// Chunk buffers per lane, and frame buffers, beyond the least plan.
+    to_lend: usize,
+}
+
+impl Case {
+    /// Runs it against a store that holds every part for a while. `None` when it hangs.
+    fn run(self) -> Option<Saved> {
+        let (done, outcome) = channel();
+        std::thread::spawn(move || done.send(self.save()));
+        outcome.recv_timeout(HANGS_AFTER).ok()
+    }
+
+    fn save(&self) -> Saved {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let store = Arc::new(Network::far(Duration::from_millis(3)));
+        let driver = fake::driver();
+        let memory = DeviceMemory::allocate(&driver, 0, CHUNK_COUNT * CHUNK_LEN - 1000).unwrap();
+        let lane = |(index, fills): (usize, &Vec<Fill>)| {
+            let extent = memory.extent();
+            let key = Key::new(&format!("job/{index}")).unwrap();
+            SaveLane {
+                queue: CopyQueue::prepare(&driver, 0, 2 + self.to_lend).unwrap(),
+                ring: ring(2 + self.to_lend, fills),
+                table: FrameTable::new(extent.len, CHUNK_LEN as u64),
+                upload: runtime.block_on(store.begin_upload(&key)).unwrap(),
+                meter: LaneMeter::new("lane", extent.len),
+                key,
+                extent,
+            }
+        };
+        let lanes: Vec<_> = self.lanes.iter().enumerate().map(lane).collect();
+        let frame_len = crate::codec::frame_bound(CHUNK_LEN);
+        let frame_count = self.threads + 1 + self.to_lend;
+        let pack_count = (lanes.len() + 1) * PART_LEN.div_ceil(PACK_LEN);
+        let encoders = (0..self.threads).map(|_| Encoder::new(Settings::default()).unwrap());
+        let resources = SaveResources {
+            store: store.clone(),
+            runtime: runtime.handle().clone(),
+            encoders: encoders.collect(),
+            chunk_len: CHUNK_LEN as u64,
+            frame_buffers: BufferPool::new(frame_count, frame_len, None).unwrap(),
+            part_len: PART_LEN,
+            pack_buffers: BufferPool::new(pack_count, PACK_LEN, None).unwrap(),
+            parallelism: self.parallelism,
+            meter: Meter::new(),
+        };
+        let pools = [
+            resources.frame_buffers.clone(),
+            resources.pack_buffers.clone(),
+        ];
+        let rings: Vec<_> = lanes.iter().map(|lane| lane.ring.clone()).collect();
+        let saved = save(lanes, resources).unwrap();
+        for lane in &saved.lanes {
+            // The store refuses what is not as long, or does not have the checksum, that it is said to have.
+            let parts = &lane.parts;
+            let completed = runtime.block_on(store.complete_upload(
+                &lane.key,
+                &lane.upload,
+                parts,
+                lane.len,
+                lane.crc64.value(),
+            ));
+            completed.unwrap();
+            let (last, full) = parts.split_last().unwrap();
+            assert!(full.iter().all(|part| part.len == PART_LEN as u64));
+            assert!(last.len <= PART_LEN as u64);
+        }
+        for pool in pools.iter().chain(&rings) {
+            assert_eq!(pool.free_count(), pool.count(), "every loan ends");
+        }
+        saved
+    }
+}
+
+fn ring(count: usize, fills: &[Fill]) -> BufferPool {
+    let ring = BufferPool::new(count, CHUNK_LEN, None).unwrap();
+    let mut buffers: Vec<_> = (0..count).map(|_| ring.acquire().unwrap().0).collect();
+    let fills = fills.iter().cycle();
+    for ((seed, buffer), fill) in (0..).zip(&mut buffers).zip(fills) {
+        fill.write(buffer, seed);
+    }
+    ring
+}
+
+#[test]
+fn nothing_waits_for_ever_on_the_least_buffers() {
+    let mixes: [&[&[Fill]]; 7] = [
+        &[&[Fill::Random]],
+        &[&[Fill::Half]],
+        &[&[Fill::Zero]],
+        &[&[Fill::Random, Fill::Zero, Fill::Half]],
+        &[&[Fill::Zero, Fill::Half]],
+        &[&[Fill::Random], &[Fill::Zero], &[Fill::Half]],
+        &[
+            &[Fill::Half, Fill::Random],
+            &[Fill::Half],
+            &[Fill::Zero, Fill::Random],
+        ],
+    ];
+    for lanes in mixes {
+        for (threads, parallelism, to_lend) in
+            [(1, 1, 0), (2, 8, 0), (1, 1, 1), (3, 1, 2), (2, 8, 7)]
+        {
+            let case = Case {
+                lanes: lanes.iter().map(|fills| fills.to_vec()).collect(),
+                threads,
+                parallelism,
+                to_lend,
+            };
+            let saved = case.clone().run();
+            let saved = saved.unwrap_or_else(|| panic!("{case:?} hangs, or failed as said above"));
+            for lane in &saved.lanes {
+                assert_eq!(lane.table.frame_count(), CHUNK_COUNT);
+            }
+        }
+    }
+}
