@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
-use ckptstream::codec::{Decoder, Encoder, Level};
+use ckptstream::codec::{Decoder, Encoder, Settings};
 use ckptstream::config::{PartChecksum, StoreConfig};
 use ckptstream::driver::{BufferPool, CopyQueue, DeviceMemory, Driver};
 use ckptstream::manifest::FrameTable;
@@ -132,7 +132,7 @@ impl Run {
             budget_is_set: true,
             threads: self.threads,
             parallelism: self.args.parallelism,
-            context_bytes: Level::Fast.context_bytes(),
+            context_bytes: Settings::default().context_bytes(),
         };
         let plan = plan_save(&[self.len()], &settings)?;
         let started = Instant::now();
@@ -162,7 +162,7 @@ impl Run {
             store: Arc::clone(store),
             runtime: runtime.handle().clone(),
             encoders: (0..plan.threads)
-                .map(|_| Encoder::new(Level::Fast))
+                .map(|_| Encoder::new(Settings::default()))
                 .collect::<Result<_, _>>()?,
             chunk_len: plan.chunk_len,
             frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,

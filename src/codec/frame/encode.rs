@@ -25,8 +25,8 @@ use super::super::zeros;
 use super::libzstd::Compressor;
 use super::write::{Growing, Writer};
 use super::{
-    BLOCK_HEADER_LEN, BLOCK_LEN_MAX, CHUNK_LEN_MAX, CONTENT_CHECKSUM_LEN, ContentChecksum,
-    FrameKind, HAND_HEADER_LEN, ZeroFrame, frame_bound, hand_header, raw_block_header,
+    BLOCK_LEN_MAX, CHUNK_LEN_MAX, ContentChecksum, FrameKind, HAND_HEADER_LEN, ZeroFrame,
+    frame_bound, hand_header, raw_block_header,
 };
 use crate::codec::checksum::Summing;
 use crate::codec::{Crc64, Digest};

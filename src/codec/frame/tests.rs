@@ -6,8 +6,8 @@ use super::libzstd::Decompressor;
 use super::read::Reader;
 use super::write::{Growing, Writer};
 use super::*;
+use crate::codec::Effort;
 use crate::codec::sample_data::{Seeded, frame_of, frame_with, random, repeated, text, weights};
-use crate::codec::{Effort, planes};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -128,7 +128,7 @@ fn each_chunk_gets_the_cheapest_frame() {
         assert_round_trip(settings, &text(1, MIB), FrameKind::Zstd);
         let bf16 = assert_round_trip(settings, &weights(1, 2, MIB), FrameKind::Zstd);
         let fp32 = assert_round_trip(settings, &weights(1, 4, MIB), FrameKind::Zstd);
-        if settings.filter == FilterChoice::Auto {
+        if settings.filter == FilterChoice::Auto && !matches!(settings.level, Level::Zstd(_)) {
             assert_eq!(bf16.filter, Filter::Planes2Rotated, "{settings:?}");
             assert_eq!(fp32.filter.width(), 4, "{settings:?}");
         }
@@ -529,9 +529,6 @@ fn our_reader_reads_our_frames_by_itself() {
             let chunk = weights(6, width, len);
             let (frame, encoded) = frame_by(AUTO, &chunk);
             assert!(read_by_hand(&frame, encoded.filter, len).is_some());
-            // Where its blocks are planes, libzstd's Huffman-only frames have the same shape.
-            let (frame, encoded) = frame_by(WITH_LIBZSTD, &chunk);
-            assert!(len != MIB || read_by_hand(&frame, encoded.filter, len).is_some());
         }
     }
 }
@@ -876,7 +873,7 @@ fn scattered_zeros(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = weights(seed, 4, len);
     let mut numbers = Seeded::new(seed);
     for row in bytes.chunks_mut(1536) {
-        if numbers.next() % 3 > 0 {
+        if !numbers.next().is_multiple_of(3) {
             row.fill(0);
         }
     }
