@@ -15,7 +15,15 @@ pub struct Code {
     /// The codes, right-aligned. A byte holds them all: those of one length and over are numbered from 0, and there are 256 symbols at most.
     pub(super) codes: [u8; 256],
     /// Mean of a symbol's length over the histogram, and the variance.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "only vector kernels are chosen by it")
+    )]
     pub(super) mean_bits: f64,
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "only vector kernels are chosen by it")
+    )]
     pub(super) variance: f64,
     /// Made when it is asked for: not every block has a description in front of it.
     header: OnceCell<Header>,
