@@ -287,11 +287,9 @@ fn raw_pieces_are_the_raw_frame_and_share_the_chunk() {
 
 #[test]
 fn contexts_take_no_more_memory_than_the_plan_counts() {
-    let levels = [-1000]
-        .into_iter()
-        .chain(0..=Level::ZSTD_MAX)
-        .map(Level::Zstd);
-    for level in levels.chain([Level::Auto, Level::MaxRatio]) {
+    // The ends of the ranges that count alike.
+    let levels = [-1000, 0, 1, 2, 4, 5, 8, 9, 11, 12, 16, 17, 19, 22].map(Level::Zstd);
+    for level in levels.into_iter().chain([Level::Auto, Level::MaxRatio]) {
         for settings in [at_level(level), Settings { level, ..NO_FILTER }] {
             let mut encoder = Encoder::new(settings).unwrap();
             encoder.warm_up(16 * MIB).unwrap();
