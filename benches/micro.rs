@@ -1,33 +1,17 @@
-//! The hot pure code, one thread, one 4 MiB chunk at a time: frames out and back, digest, checksum. `cargo bench --bench micro`.
+//! The hot pure code, one thread: frames out and back, one 4 MiB chunk at a time, and the loops of [`kernels`] from the cache and from memory.
+//! `cargo bench --bench micro`.
 
 #![allow(missing_docs, reason = "criterion's macros make undocumented items")]
+
+mod kernels;
 
 use std::hint::black_box;
 
 use ckptstream::codec::frame::write_raw;
-use ckptstream::codec::{
-    Body, Crc64, Decoder, Digest, Effort, Encoder, Level, Settings, frame_bound,
-};
+use ckptstream::codec::{Body, Decoder, Effort, Encoder, Level, Settings, frame_bound};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const CHUNK_LEN: usize = 4 << 20;
-
-/// SplitMix64.
-fn numbers(mut state: u64) -> impl Iterator<Item = u64> {
-    std::iter::repeat_with(move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    })
-}
-
-fn random_chunk() -> Vec<u8> {
-    numbers(1)
-        .flat_map(u64::to_le_bytes)
-        .take(CHUNK_LEN)
-        .collect()
-}
 
 /// Like bf16 weights: a random mantissa and sign, an exponent from a narrow bell.
 fn weights_chunk() -> Vec<u8> {
@@ -37,7 +21,7 @@ fn weights_chunk() -> Vec<u8> {
         let sign_and_mantissa = u16::from_le_bytes([number.to_le_bytes()[0], 0]);
         (sign_and_mantissa & 0x80) << 8 | exponent << 7 | (sign_and_mantissa & 0x7F)
     };
-    numbers(2)
+    kernels::numbers(2)
         .map(element)
         .flat_map(u16::to_le_bytes)
         .take(CHUNK_LEN)
@@ -58,8 +42,8 @@ fn encoder(level: Level) -> Encoder {
 fn frames(criterion: &mut Criterion) {
     let chunks = [
         ("zero", Level::Auto, vec![0; CHUNK_LEN]),
-        ("raw", Level::None, random_chunk()),
-        ("random", Level::Auto, random_chunk()),
+        ("raw", Level::None, kernels::random(CHUNK_LEN)),
+        ("random", Level::Auto, kernels::random(CHUNK_LEN)),
         ("weights", Level::Auto, weights_chunk()),
     ];
     let mut encode = criterion.benchmark_group("encode");
@@ -93,18 +77,19 @@ fn frames(criterion: &mut Criterion) {
     decode.finish();
 }
 
-fn checks(criterion: &mut Criterion) {
-    let chunk = random_chunk();
-    let mut check = criterion.benchmark_group("check");
-    check.throughput(Throughput::Bytes(CHUNK_LEN as u64));
-    check.bench_function("digest", |bencher| {
-        bencher.iter(|| Digest::of(black_box(&chunk)));
-    });
-    check.bench_function("checksum", |bencher| {
-        bencher.iter(|| Crc64::of(black_box(&chunk)));
-    });
-    check.finish();
+/// From a cache that the digest has just filled, and from memory.
+fn loops(criterion: &mut Criterion) {
+    for (place, len) in [("cache", 512 << 10), ("memory", 128 << 20)] {
+        let mut group = criterion.benchmark_group(place);
+        group.throughput(Throughput::Bytes(len as u64));
+        for each in kernels::all() {
+            let name = each.name.clone();
+            let mut pass = each.over(len);
+            group.bench_function(name, |bencher| bencher.iter(&mut pass));
+        }
+        group.finish();
+    }
 }
 
-criterion_group!(benches, frames, checks);
+criterion_group!(benches, frames, loops);
 criterion_main!(benches);

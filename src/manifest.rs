@@ -13,7 +13,7 @@
 //!
 //! Order of checks: length cap, digest, format version, required features, then the fields. `docs/format.md` is the prose twin with every field.
 //!
-//! Version history: 1 – first version.
+//! Version history: 1 – first version; since 0.2.0 with the feature `planes`, which older readers refuse.
 //!
 //! What can fail: reading ([`ManifestError`]): damage, another format, or a rule that does not hold.
 

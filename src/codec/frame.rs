@@ -159,8 +159,7 @@ fn raw_block_header(raw_len: usize, index: usize) -> [u8; BLOCK_HEADER_LEN] {
 pub fn raw_pieces(chunk: Bytes, checksum: u32) -> impl Iterator<Item = Bytes> {
     /// The header of every block but the last.
     static FULL_BLOCK: [u8; BLOCK_HEADER_LEN] = {
-        let header = (BLOCK_LEN_MAX as u32) << 3;
-        let [h0, h1, h2, _] = header.to_le_bytes();
+        let [h0, h1, h2, ..] = (BLOCK_LEN_MAX << 3).to_le_bytes();
         [h0, h1, h2]
     };
     let raw_len = chunk.len();

@@ -17,6 +17,8 @@ mod code;
 mod decode;
 mod encode;
 mod header;
+#[cfg(target_arch = "x86_64")]
+mod records;
 
 pub use code::Code;
 pub use decode::Table;

@@ -157,10 +157,12 @@ fn version_and_features_are_looked_at_before_the_rest() {
     ));
     let mut value = serde_json::to_value(manifest()).unwrap();
     value["features"] = serde_json::json!(["planes"]);
+    assert_eq!(decode(&sealed(&value)).unwrap().features, ["planes"]);
+    value["features"] = serde_json::json!(["planes", "deltas"]);
     value["processes"] = serde_json::json!("in another shape");
     let error = decode(&sealed(&value)).unwrap_err();
     assert!(
-        matches!(error, ManifestError::UnknownFeature { ref name, .. } if name == "planes"),
+        matches!(error, ManifestError::UnknownFeature { ref name, .. } if name == "deltas"),
         "{error:?}"
     );
 }
@@ -371,13 +373,31 @@ mod frame_tables {
         assert_eq!(table.digests.as_ptr(), room);
     }
 
+    /// The same with a filter on every third frame.
+    fn table_with_planes(raw_len: u64) -> FrameTable {
+        let mut table = table(raw_len);
+        let all = Filter::ALL.into_iter().cycle();
+        for ((kind, filter), some) in table.kinds.iter().zip(&mut table.filters).zip(all) {
+            if *kind == FrameKind::Zstd {
+                *filter = some;
+            }
+        }
+        table
+    }
+
     /// Reads a table as the extent's, after `change` has changed the file and, where asked, the record has been made to fit it again.
     fn read_changed(
         raw_len: u64,
         change: impl FnOnce(&mut serde_json::Value),
     ) -> Result<FrameTable, ManifestError> {
-        let table = table(raw_len);
-        let mut extent = extent(UUID, "gpu", &table);
+        read_table_changed(&table(raw_len), change)
+    }
+
+    fn read_table_changed(
+        table: &FrameTable,
+        change: impl FnOnce(&mut serde_json::Value),
+    ) -> Result<FrameTable, ManifestError> {
+        let mut extent = extent(UUID, "gpu", table);
         let mut value = serde_json::from_slice(&table.encode()).unwrap();
         change(&mut value);
         let bytes = serde_json::to_vec(&value).unwrap();
@@ -387,14 +407,70 @@ mod frame_tables {
 
     #[test]
     fn round_trip() {
-        for raw_len in [1, MIB - 1, MIB, MIB + 1, 20 * MIB + 5] {
-            let table = table(raw_len);
+        for table in [1, MIB - 1, MIB, MIB + 1, 20 * MIB + 5]
+            .into_iter()
+            .flat_map(|raw_len| [table(raw_len), table_with_planes(raw_len)])
+        {
             assert!(table.is_complete());
             let bytes = table.encode();
             let extent = extent(UUID, "gpu", &table);
             let read = FrameTable::decode_and_verify(&bytes, &extent.table, &extent).unwrap();
             assert_eq!(read, table);
+            let features = features_of([&table]);
+            assert_eq!(features.is_empty(), !table.has_planes());
         }
+    }
+
+    #[test]
+    fn filters_stand_in_a_column_only_where_there_are_some() {
+        let text = |table: &FrameTable| String::from_utf8(table.encode()).unwrap();
+        let without = text(&table(3 * MIB));
+        assert!(without.contains("\"features\": [],") && without.contains("\"filter\": \"none\","));
+        assert!(!without.contains("\"filters\""));
+        let with = text(&table_with_planes(15 * MIB));
+        assert!(with.contains("\"features\": [\"planes\"],") && !with.contains("\"filter\""));
+        assert!(with.contains("\"filters\": \"--B-----d--b--D\","), "{with}");
+        let features = features_of([&table(MIB), &table_with_planes(3 * MIB)]);
+        assert_eq!(features, ["planes"]);
+    }
+
+    #[test]
+    fn filters_that_do_not_fit_are_refused() {
+        type Change = fn(&mut serde_json::Value);
+        let changes: &[(&str, Change)] = &[
+            ("filters", |t| t["filters"] = "--".into()),
+            ("filters", |t| t["filters"] = "----".into()),
+            ("filters", |t| t["filters"] = "--x".into()),
+            ("filters", |t| t["filters"] = "é-".into()),
+            ("filters[0]", |t| t["filters"] = "B--".into()),
+            ("filters[1]", |t| t["filters"] = "-d-".into()),
+            ("stored[2]", |t| t["stored"][2] = 8.into()),
+        ];
+        let table = table_with_planes(3 * MIB);
+        for (name, change) in changes {
+            match read_table_changed(&table, change) {
+                Err(ManifestError::Rule { field, .. }) => {
+                    assert_eq!(field, format!("frame table's {name}"));
+                }
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+        // The column is there exactly where the feature is, and where it is not, no filter is.
+        let malformed: &[Change] = &[
+            |t| drop(t.as_object_mut().unwrap().remove("filters")),
+            |t| t["features"] = serde_json::json!([]),
+        ];
+        for change in malformed {
+            let error = read_table_changed(&table, change).unwrap_err();
+            assert!(
+                matches!(error, ManifestError::Malformed { .. }),
+                "{error:?}"
+            );
+        }
+        let named = read_changed(3 * MIB, |t| t["filter"] = "planes".into()).unwrap_err();
+        assert!(
+            matches!(named, ManifestError::Rule { field, .. } if field == "frame table's filter")
+        );
     }
 
     #[test]
@@ -417,6 +493,7 @@ mod frame_tables {
         let capacities = (
             table.stored.capacity(),
             table.kinds.capacity(),
+            table.filters.capacity(),
             table.digests.capacity(),
         );
         let fresh = FrameTable::new(100 * MIB, MIB);
@@ -425,6 +502,7 @@ mod frame_tables {
             (
                 fresh.stored.capacity(),
                 fresh.kinds.capacity(),
+                fresh.filters.capacity(),
                 fresh.digests.capacity()
             )
         );
@@ -483,11 +561,13 @@ mod frame_tables {
             ManifestError::Format { found: 2, .. }
         ));
         assert!(matches!(
-            refused(|t| t["features"] = serde_json::json!(["planes"])),
+            refused(|t| t["features"] = serde_json::json!(["deltas"])),
             ManifestError::UnknownFeature { .. }
         ));
         for change in [
-            (|t: &mut serde_json::Value| t["filter"] = "planes".into()) as Change,
+            (|t: &mut serde_json::Value| drop(t.as_object_mut().unwrap().remove("filter")))
+                as Change,
+            |t| t["features"] = serde_json::json!(["planes"]),
             |t| t["stored"][0] = (1u64 << 32).into(),
             |t| t["stored"][0] = serde_json::json!(-1),
             |t| drop(t.as_object_mut().unwrap().remove("kinds")),

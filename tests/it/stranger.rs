@@ -50,12 +50,17 @@ struct Saved {
     memory: String,
 }
 
+/// Without filters, so that plain zstd prints the raw extents.
 fn saved() -> Saved {
+    saved_with("compression.filter = 'none'\ncompression.mode = 1\n")
+}
+
+fn saved_with(compression: &str) -> Saved {
     let server = S3Server::start(&[]);
     let node = Node::new("gpus=2;memory=64MiB;granularity=1");
-    let cli = Ckptstream::new(&server, "job")
-        .on(&node)
-        .config("pipeline.chunk_size = '1MiB'\nstore.part_size = '5MiB'\n");
+    let cli = Ckptstream::new(&server, "job").on(&node).config(&format!(
+        "pipeline.chunk_size = '1MiB'\nstore.part_size = '5MiB'\n{compression}"
+    ));
     // Zero chunks, incompressible ones and compressed ones, and a short chunk at the end.
     let args = "--gpus 2 --bytes 25000001,7MiB --fill mixed,weights --seed 3 --steps 0";
     let mut target = Target::start(&node, args);
@@ -169,4 +174,49 @@ fn a_seekable_format_reader_finds_any_frame() {
             assert!(frame[1..] == raw[start..end], "{gpu}, frame {wanted}");
         }
     }
+}
+
+/// The Python of docs/format.md that undoes filters.
+fn documented_python() -> &'static str {
+    let document = include_str!("../../docs/format.md");
+    let mut blocks = document
+        .split("```python\n")
+        .filter_map(|rest| rest.split_once("```"))
+        .map(|(block, _)| block);
+    blocks
+        .find(|block| block.contains("def extent_of"))
+        .expect("docs/format.md undoes the planes")
+}
+
+#[test]
+fn the_documented_lines_undo_the_planes_of_what_stock_zstd_prints() {
+    let saved = saved_with("compression.mode = 'max-ratio'\n");
+    let script = format!(
+        r#"
+{}
+import subprocess
+key = sys.argv[1]
+read = lambda key: s3.get_object(Bucket=bucket, Key=key)["Body"].read()
+table = json.loads(read(key.removesuffix(".zst") + ".frames.json"))
+content = subprocess.run(["zstd", "-dcq", "--memory=1MB"], input=read(key), capture_output=True, check=True).stdout
+letters = "".join(sorted(set(table.get("filters", ""))))
+sys.stdout.buffer.write(letters.encode() + b"\n" + extent_of(content, table))
+"#,
+        documented_python()
+    );
+    let mut memory = Vec::new();
+    let mut letters = String::new();
+    for (gpu, key, _) in &saved.objects {
+        let printed = python::run(&saved.server, &script, &[key]);
+        let line_end = printed.iter().position(|&byte| byte == b'\n');
+        let (found, raw) = printed.split_at(line_end.expect("a line"));
+        letters.push_str(&String::from_utf8_lossy(found));
+        assert!(
+            raw[1..] == saved.cli.cat(gpu),
+            "{gpu}: cat prints something else"
+        );
+        memory.extend_from_slice(&raw[1..]);
+    }
+    assert!(letters.contains(['b', 'B', 'd', 'D']), "{letters}");
+    assert_eq!(digest(&memory), saved.memory);
 }

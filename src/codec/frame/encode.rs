@@ -303,13 +303,9 @@ impl Choice {
 
     fn serves(&self, bits: &[f32; 4], zero_share: f32, effort: Effort) -> bool {
         let near = |a: f32, b: f32, by: f32| a == b || (a - b).abs() <= by;
-        let seconds = effort.seconds_per_gb();
+        let (then, now) = (self.effort.seconds_per_gb(), effort.seconds_per_gb());
         self.left > 0
-            && near(
-                self.effort.seconds_per_gb(),
-                seconds,
-                Self::EFFORT_NEAR * seconds,
-            )
+            && near(then, now, Self::EFFORT_NEAR * then.min(now))
             && near(self.zero_share, zero_share, Self::SHARE_NEAR)
             && self
                 .bits
@@ -508,6 +504,18 @@ impl Tools {
         out: &mut [u8],
         effort: Effort,
     ) -> (Coding, Forecast) {
+        let raw = Forecast {
+            cpu: self.rates.factor(Way::Raw) * RAW_COST,
+            stored: 1.0,
+        };
+        // Storing nothing at all for the least there is to pay.
+        let free = Forecast {
+            cpu: CODED_COST,
+            stored: 0.0,
+        };
+        if chunk.is_empty() || free.price(effort) >= raw.price(effort) {
+            return (Coding::Raw, raw);
+        }
         self.sample.take(chunk);
         let zero_share = self.sample.zero_share();
         if let Some(mut last) = self.last.take() {
@@ -518,7 +526,7 @@ impl Tools {
                 return (last.coding, last.forecast);
             }
         }
-        let (coding, forecast) = self.choose_closely(settings, chunk, out, effort);
+        let (coding, forecast) = self.choose_closely(settings, chunk, out, effort, raw);
         self.last = Some(Choice {
             coding,
             forecast,
@@ -536,20 +544,9 @@ impl Tools {
         chunk: &[u8],
         out: &mut [u8],
         effort: Effort,
+        raw: Forecast,
     ) -> (Coding, Forecast) {
-        let raw = Forecast {
-            cpu: self.rates.factor(Way::Raw) * RAW_COST,
-            stored: 1.0,
-        };
         let mut best = (Coding::Raw, raw);
-        // Storing nothing at all for the least there is to pay.
-        let free = Forecast {
-            cpu: CODED_COST,
-            stored: 0.0,
-        };
-        if chunk.is_empty() || free.price(effort) >= raw.price(effort) {
-            return best;
-        }
         let looks_random =
             self.sample.bits(Filter::None)[0] > RANDOM_BITS && self.sample.zero_share() == 0.0;
 

@@ -128,7 +128,7 @@ fn each_chunk_gets_the_cheapest_frame() {
         assert_round_trip(settings, &text(1, MIB), FrameKind::Zstd);
         let bf16 = assert_round_trip(settings, &weights(1, 2, MIB), FrameKind::Zstd);
         let fp32 = assert_round_trip(settings, &weights(1, 4, MIB), FrameKind::Zstd);
-        if settings.filter == FilterChoice::Auto {
+        if settings.filter == FilterChoice::Auto && !matches!(settings.level, Level::Zstd(_)) {
             assert_eq!(bf16.filter, Filter::Planes2Rotated, "{settings:?}");
             assert_eq!(fp32.filter.width(), 4, "{settings:?}");
         }
@@ -287,11 +287,9 @@ fn raw_pieces_are_the_raw_frame_and_share_the_chunk() {
 
 #[test]
 fn contexts_take_no_more_memory_than_the_plan_counts() {
-    let levels = [-1000]
-        .into_iter()
-        .chain(0..=Level::ZSTD_MAX)
-        .map(Level::Zstd);
-    for level in levels.chain([Level::Auto, Level::MaxRatio]) {
+    // The ends of the ranges that count alike.
+    let levels = [-1000, 0, 1, 2, 4, 5, 8, 9, 11, 12, 16, 17, 19, 22].map(Level::Zstd);
+    for level in levels.into_iter().chain([Level::Auto, Level::MaxRatio]) {
         for settings in [at_level(level), Settings { level, ..NO_FILTER }] {
             let mut encoder = Encoder::new(settings).unwrap();
             encoder.warm_up(16 * MIB).unwrap();
@@ -529,9 +527,6 @@ fn our_reader_reads_our_frames_by_itself() {
             let chunk = weights(6, width, len);
             let (frame, encoded) = frame_by(AUTO, &chunk);
             assert!(read_by_hand(&frame, encoded.filter, len).is_some());
-            // Where its blocks are planes, libzstd's Huffman-only frames have the same shape.
-            let (frame, encoded) = frame_by(WITH_LIBZSTD, &chunk);
-            assert!(len != MIB || read_by_hand(&frame, encoded.filter, len).is_some());
         }
     }
 }
@@ -876,7 +871,7 @@ fn scattered_zeros(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = weights(seed, 4, len);
     let mut numbers = Seeded::new(seed);
     for row in bytes.chunks_mut(1536) {
-        if numbers.next() % 3 > 0 {
+        if !numbers.next().is_multiple_of(3) {
             row.fill(0);
         }
     }

@@ -14,9 +14,10 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::code::Code;
-use super::encode::{RECORD_BITS_MAX, RecordString, Slot, fit_a_record};
+use super::encode::Slot;
+use super::records::{RECORD_BITS_MAX, RecordString, fit_a_record};
 
-type Records = super::encode::Records<RECORDS_MAX>;
+type Records = super::records::Records<RECORDS_MAX>;
 
 /// Symbols that one step takes.
 const STEP: usize = 64;

@@ -11,7 +11,8 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::code::Code;
-use super::encode::{RECORD_BITS_MAX, RecordString, Slot, fit_a_record};
+use super::encode::Slot;
+use super::records::{RECORD_BITS_MAX, RecordString, fit_a_record};
 
 /// Symbols that one step takes.
 const STEP: usize = 128;
@@ -20,7 +21,7 @@ const SPARSE: usize = STEP / 16;
 const DENSE: usize = STEP / 8;
 const DENSEST: usize = STEP / 4;
 
-type Records = super::encode::Records<DENSEST>;
+type Records = super::records::Records<DENSEST>;
 
 /// Encodes two parts into two slots; None when a symbol has no code.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,bmi1,bmi2")]

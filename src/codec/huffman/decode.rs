@@ -13,12 +13,14 @@
 
 use super::{CODE_BITS_MAX, JUMP_TABLE_LEN, SYMBOLS_MAX, header};
 
+#[cfg(target_arch = "x86_64")]
 /// Mean length from which on an index seldom determines more than one symbol.
 const DENSE_FROM_BITS: f64 = 6.0;
 const INDEX_BITS: u32 = CODE_BITS_MAX as u32;
 const ENTRIES: usize = 1 << INDEX_BITS;
 /// Symbols that are surely in what a refilled window holds: 57 bits.
 const ROW: usize = 5;
+#[cfg(target_arch = "x86_64")]
 /// Most symbols of an entry: what fits beside the two counts.
 const ENTRY_SYMBOLS_MAX: usize = 6;
 
@@ -26,10 +28,13 @@ const ENTRY_SYMBOLS_MAX: usize = 6;
 pub struct Table {
     /// The symbol that an index begins with in the upper byte, its length in the lower.
     single: Box<[u16; ENTRIES]>,
+    #[cfg(target_arch = "x86_64")]
     /// All symbols that an index determines: bits that they take in the lowest byte, then their number, then up to six symbols.
     multi: Box<[u64; ENTRIES]>,
+    #[cfg(target_arch = "x86_64")]
     /// Room to build `multi`: what fewer bits than an index has determine.
     levels: Box<[u64; ENTRIES]>,
+    #[cfg(target_arch = "x86_64")]
     /// Whether `multi` is of the code that was read last.
     has_multi: bool,
     kernel: Kernel,
@@ -56,6 +61,7 @@ pub(crate) enum Kernel {
 impl Kernel {
     /// Every kernel that this CPU can run, best last.
     pub(crate) fn available() -> Vec<Self> {
+        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_mut))]
         let mut kernels = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2")
@@ -85,8 +91,11 @@ impl Table {
     pub(crate) fn with_kernel(kernel: Kernel) -> Self {
         Self {
             single: Box::new([0; ENTRIES]),
+            #[cfg(target_arch = "x86_64")]
             multi: Box::new([0; ENTRIES]),
+            #[cfg(target_arch = "x86_64")]
             levels: Box::new([0; ENTRIES]),
+            #[cfg(target_arch = "x86_64")]
             has_multi: false,
             kernel,
         }
@@ -95,7 +104,10 @@ impl Table {
     /// Reads the description of a code at the start of `bytes` and gives its length. None when there is none; then no code is known.
     pub fn read(&mut self, bytes: &[u8]) -> Option<usize> {
         self.single.fill(0);
-        self.has_multi = false;
+        #[cfg(target_arch = "x86_64")]
+        {
+            self.has_multi = false;
+        }
         let (lengths, len) = header::read(bytes)?;
         let sorted = Sorted::of(&lengths);
         self.fill_single(&sorted);
@@ -260,6 +272,7 @@ impl Sorted {
         &self.symbols[..self.len]
     }
 
+    #[cfg(target_arch = "x86_64")]
     /// Mean length of the symbols that this code would be the best for.
     fn mean_bits(&self) -> f64 {
         self.symbols()

@@ -318,9 +318,7 @@ impl Distribution {
                 threshold >>= 1;
             }
         }
-        // A single weight that takes every place would never use up a bit.
-        let is_mixed = places.iter().filter(|&&places| places != 0).count() > 1;
-        (remaining == 1 && is_mixed).then_some((Self { bits, places }, position.div_ceil(8)))
+        (remaining == 1).then_some((Self { bits, places }, position.div_ceil(8)))
     }
 }
 
@@ -425,7 +423,7 @@ fn fse_read(bytes: &[u8], weights: &mut [u8; 256]) -> Option<usize> {
     };
 
     let mut turns = [take(bits)?, take(bits)?];
-    // The last of 256 weights is always inferred.
+    // The last of 256 weights is always inferred. A distribution of one weight, whose steps read no bits, ends here too.
     for index in 0..WEIGHTS_MAX - 1 {
         let (weight, count, from) = steps[turns[index % 2] as usize];
         weights[index] = weight;
