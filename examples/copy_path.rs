@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use bytesize::ByteSize;
 use ckptstream::codec::{Decoder, Encoder, Level};
 use ckptstream::config::{PartChecksum, StoreConfig};
-use ckptstream::driver::{BufferPool, CopyQueue, DeviceMemory, Driver};
+use ckptstream::driver::{BufferPool, CopyQueue, DeviceMemory, Driver, STREAMS_IN, STREAMS_OUT};
 use ckptstream::manifest::FrameTable;
 use ckptstream::pipeline::{
     Destination, LoadLane, LoadResources, SaveLane, SaveResources, Saved, load, save,
@@ -139,7 +139,7 @@ impl Run {
         let ring = BufferPool::new(
             plan.ring_chunks,
             usize::try_from(plan.chunk_len)?,
-            Some(&self.driver),
+            Some((&self.driver, self.args.gpu)),
         )?;
         let pinned = ByteSize(plan.ring_chunks as u64 * plan.chunk_len);
         println!(
@@ -150,7 +150,7 @@ impl Run {
         let key = Key::new(&format!("copy-path/{}.zst", std::process::id()))?;
         let upload = runtime.block_on(store.begin_upload(&key))?;
         let lane = SaveLane {
-            queue: CopyQueue::prepare(&self.driver, self.args.gpu, plan.ring_chunks)?,
+            queue: CopyQueue::prepare(&self.driver, self.args.gpu, plan.ring_chunks, STREAMS_OUT)?,
             extent: self.memory.extent(),
             ring,
             table: FrameTable::new(self.len(), plan.chunk_len),
@@ -216,6 +216,7 @@ impl Run {
             raw_len: self.len(),
             chunk_len,
             frame_len_max: lane.table.frame_len_max(),
+            frames_len: lane.table.frames_len(),
         };
         let plan = plan_load(&[shape], &settings)?;
         let lanes = [LoadLane {
@@ -227,7 +228,7 @@ impl Run {
             ring: BufferPool::new(
                 plan.ring_chunks,
                 usize::try_from(chunk_len)?,
-                Some(&self.driver),
+                Some((&self.driver, self.args.gpu)),
             )?,
             meter: LaneMeter::new("GPU", self.len()),
         }];
@@ -239,9 +240,10 @@ impl Run {
                 .collect::<Result<_, _>>()?,
             fetch_buffers: BufferPool::new(
                 plan.fetch_buffers,
-                usize::try_from(plan.fetch_len_max)?,
-                None,
+                usize::try_from(plan::fetch_buffer_len(plan.fetch_len_max))?,
+                Some((&self.driver, self.args.gpu)),
             )?,
+            fetch_len_max: plan.fetch_len_max,
             meter: Meter::new(),
             cancel: CancellationToken::new(),
         };
@@ -250,6 +252,7 @@ impl Run {
             &self.driver,
             self.args.gpu,
             plan.ring_chunks,
+            STREAMS_IN,
         )?];
         let destination = Destination::Gpus {
             queues,
@@ -278,8 +281,12 @@ impl Run {
     }
 
     fn stripes_of(&self, what: Stripe, worker: u64, workers: u64) -> Result<(), Failure> {
-        let pool = BufferPool::new(1, usize::try_from(STRIPE_LEN)?, Some(&self.driver))?;
-        let mut queue = CopyQueue::prepare(&self.driver, self.args.gpu, 1)?;
+        let pool = BufferPool::new(
+            1,
+            usize::try_from(STRIPE_LEN)?,
+            Some((&self.driver, self.args.gpu)),
+        )?;
+        let mut queue = CopyQueue::prepare(&self.driver, self.args.gpu, 1, STREAMS_OUT)?;
         queue.bind(self.memory.extent())?;
         let mut expected = vec![0; usize::try_from(STRIPE_LEN)?];
         let stripes = plan::Chunks::new(self.len(), STRIPE_LEN);

@@ -87,15 +87,15 @@ pub enum Filter {
 
 const MAGIC: u32 = 0xFD2F_B528;
 /// Blocks longer than this are not valid zstd.
-const BLOCK_LEN_MAX: usize = 128 * 1024;
+pub(super) const BLOCK_LEN_MAX: usize = 128 * 1024;
 /// Largest window that we write or accept; libzstd's own decoders promise to take it whatever their limits.
 const WINDOW_LOG_MAX: u32 = 23;
 const WINDOW_LEN_MAX: u64 = 1 << WINDOW_LOG_MAX;
 /// Levels from here on would take a larger window by themselves.
 const WINDOW_CAPPED_FROM_LEVEL: i32 = 20;
 /// Magic, descriptor, window, content size.
-const HAND_HEADER_LEN: usize = 10;
-const BLOCK_HEADER_LEN: usize = 3;
+pub(super) const HAND_HEADER_LEN: usize = 10;
+pub(super) const BLOCK_HEADER_LEN: usize = 3;
 const CONTENT_CHECKSUM_LEN: usize = 4;
 
 /// Longest chunk, in bytes: what the image format allows.
@@ -326,19 +326,11 @@ fn looks_random(chunk: &[u8]) -> bool {
 /// Returns the frame's length.
 fn write_raw_frame(chunk: &[u8], out: &mut [u8]) -> usize {
     let mut out = Cursor { out, len: 0 };
-    write_header(chunk.len(), &mut out);
-    let mut blocks = chunk.chunks(BLOCK_LEN_MAX).peekable();
-    if blocks.peek().is_none() {
-        write_block_header(BlockType::Raw, 0, true, &mut out);
-    }
-    while let Some(block) = blocks.next() {
-        write_block_header(
-            BlockType::Raw,
-            block.len(),
-            blocks.peek().is_none(),
-            &mut out,
-        );
-        out.put(block);
+    out.put(&hand_header(chunk.len(), true));
+    for index in 0..chunk.len().div_ceil(BLOCK_LEN_MAX).max(1) {
+        let start = index * BLOCK_LEN_MAX;
+        out.put(&raw_block_header(chunk.len(), index));
+        out.put(&chunk[start..chunk.len().min(start + BLOCK_LEN_MAX)]);
     }
     write_content_checksum(chunk, &mut out);
     out.len
@@ -367,11 +359,11 @@ fn zero_frame(chunk: &[u8]) -> Vec<u8> {
         out: &mut frame,
         len: 0,
     };
-    write_header(chunk.len(), &mut out);
+    out.put(&hand_header(chunk.len(), true));
     let mut blocks = blocks.peekable();
     while let Some(block) = blocks.next() {
         let last = blocks.peek().is_none();
-        write_block_header(BlockType::Rle, block.len(), last, &mut out);
+        out.put(&block_header(BlockType::Rle, block.len(), last));
         out.put(&[0]);
     }
     write_content_checksum(chunk, &mut out);
@@ -379,13 +371,15 @@ fn zero_frame(chunk: &[u8]) -> Vec<u8> {
 }
 
 /// Frames without matches need no history: a 128 KiB window lets a streaming reader get by with less than 1 MiB, whatever the chunk's length.
-fn write_header(raw_len: usize, out: &mut Cursor<'_>) {
-    const DESCRIPTOR: u8 = 0x80 | CHECKSUM_FLAG; // content size in 4 bytes, no dictionary
+pub(super) fn hand_header(raw_len: usize, has_checksum: bool) -> [u8; HAND_HEADER_LEN] {
+    const FOUR_BYTE_SIZE: u8 = 0x80; // no dictionary
     const WINDOW_128_KIB: u8 = (17 - 10) << 3;
-    let content_size = u32::try_from(raw_len).expect("a chunk is at most 64 MiB long");
-    out.put(&MAGIC.to_le_bytes());
-    out.put(&[DESCRIPTOR, WINDOW_128_KIB]);
-    out.put(&content_size.to_le_bytes());
+    let [m0, m1, m2, m3] = MAGIC.to_le_bytes();
+    let size = u32::try_from(raw_len).expect("a chunk is at most 64 MiB long");
+    let [s0, s1, s2, s3] = size.to_le_bytes();
+    let flag = if has_checksum { CHECKSUM_FLAG } else { 0 };
+    let descriptor = FOUR_BYTE_SIZE | flag;
+    [m0, m1, m2, m3, descriptor, WINDOW_128_KIB, s0, s1, s2, s3]
 }
 
 #[derive(Clone, Copy)]
@@ -394,10 +388,18 @@ enum BlockType {
     Rle = 1,
 }
 
-fn write_block_header(block_type: BlockType, len: usize, last: bool, out: &mut Cursor<'_>) {
+fn block_header(block_type: BlockType, len: usize, last: bool) -> [u8; BLOCK_HEADER_LEN] {
     let len = u32::try_from(len).expect("a block is at most 128 KiB long");
     let header = u32::from(last) | (block_type as u32) << 1 | len << 3;
-    out.put(&header.to_le_bytes()[..BLOCK_HEADER_LEN]);
+    let [h0, h1, h2, _] = header.to_le_bytes();
+    [h0, h1, h2]
+}
+
+/// What stands before the content of block `index` in the raw frame of a chunk.
+pub(super) fn raw_block_header(raw_len: usize, index: usize) -> [u8; BLOCK_HEADER_LEN] {
+    let start = index * BLOCK_LEN_MAX;
+    let len = (raw_len - start).min(BLOCK_LEN_MAX);
+    block_header(BlockType::Raw, len, start + len == raw_len)
 }
 
 /// The low 32 bits of the content's XXH64.

@@ -7,6 +7,7 @@
 pub mod checksum;
 pub mod digest;
 pub mod frame;
+pub mod raw_frame;
 #[cfg(test)]
 pub(crate) mod sample_data;
 pub mod seek_table;
@@ -16,3 +17,4 @@ pub use digest::Digest;
 pub use frame::{
     Decoder, DecoderError, Encoded, Encoder, Filter, FrameError, FrameKind, Level, frame_bound,
 };
+pub use raw_frame::RawFrame;
