@@ -21,7 +21,7 @@ mod commit;
 mod memory;
 
 use std::error::Error;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -64,9 +64,20 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
     let (driver, target, running) = take_in_hand(session, pid)?;
     let plan = plan(session, &driver)?;
-    let attempt = Attempt::open(session, &driver, &target)?;
+    // The store is asked while contexts and buffers are made: neither needs the other, and each may take a second.
+    let (attempt, memory) = std::thread::scope(|scope| {
+        let opening = scope.spawn(|| Attempt::open(session, &driver, &target));
+        let allocate = AssertUnwindSafe(|| Memory::allocate(session, &driver, plan));
+        let memory = catch_unwind(allocate);
+        (
+            opening.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            memory,
+        )
+    });
+    let attempt = attempt?;
     let saved = catch_unwind(AssertUnwindSafe(|| {
-        let memory = Memory::allocate(session, &driver, plan)
+        let memory = memory
+            .unwrap_or_else(|panic| resume_unwind(panic))
             .map_err(|cause| without_memory(session, &driver, &target, cause))?;
         save(
             session, &mut clock, &driver, &target, &attempt, running, memory,
@@ -214,10 +225,6 @@ fn take_in_hand(
         };
         refused(code, error.into())
     })?;
-    // The mapping will live in these contexts; each takes time and GPU memory, so not before the target is known to be one.
-    driver
-        .retain_contexts()
-        .map_err(|error| refused(ExitCode::Preflight, error.into()))?;
     Ok((driver, target, running))
 }
 
@@ -298,7 +305,7 @@ fn begin(
     })
 }
 
-/// The buffers are not to be had, or a signal came while they were made. The target was not touched.
+/// Contexts or buffers are not to be had, or a signal came while they were made. The target was not touched.
 fn without_memory(
     session: &Session,
     driver: &Driver,

@@ -8,6 +8,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 
+use futures::future;
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use crate::codec::seek_table::SeekTableError;
@@ -516,13 +517,13 @@ async fn load(
             look_at_object(store, &key, extent.object.len, extent.object.crc64).await
         })
         .buffered(PARALLELISM)
-        .try_collect()
-        .await?;
-    let tables: Vec<FrameTable> = stream::iter(&extents)
+        .try_collect();
+    let tables = stream::iter(&extents)
         .map(|extent| load_table(store, job, extent))
         .buffered(PARALLELISM)
-        .try_collect()
-        .await?;
+        .try_collect::<Vec<FrameTable>>();
+    let (etags, tables): (Result<_, LoadError>, _) = future::join(etags, tables).await;
+    let (etags, tables) = (etags?, tables?);
     let mut tables = tables.into_iter();
     let tables = manifest
         .processes

@@ -11,7 +11,7 @@
 //!
 //! ```text
 //! save     gpus × ring_chunks × chunk_len + frame_buffers × frame_len_max + pack_buffers × PACK_LEN + threads × context_bytes + table_bytes
-//! restore  Σ ring_chunks × chunk_len      + fetch_buffers × fetch_len_max                           + threads × context_bytes + table_bytes
+//! restore  Σ ring_chunks × chunk_len      + fetch_buffers × fetch_buffer_len                        + threads × context_bytes + table_bytes
 //! ```
 //!
 //! The least plan keeps everything moving (two chunks per GPU, so that copy and compression overlap; one frame per thread and one being packed; pack buffers for one part per GPU
@@ -54,11 +54,15 @@ const REQUESTS_PER_THREAD: usize = 4;
 const RING_CHUNKS_MAX: usize = 8;
 /// Two: one is copied while the other is compressed.
 const RING_CHUNKS_MIN: usize = 2;
+/// A GPU is taken to use at least so much, 64 MiB, whatever the driver counts: buffers for that are cheap, and without them an estimate that is off would cost the rate.
+const USED_MIN: u64 = 64 * MIB;
 /// Memory of one frame in a table. Most is needed while it is encoded or read: 22 bytes as columns (stored length 4, kind 1, filter 1, digest 16), at most 43 as JSON, and slack for a column that
 /// grows while it is read. While it is loaded it is the columns and at most one [`FetchGroup`] of 32 bytes: 54.
 const TABLE_BYTES_PER_FRAME: u64 = 80;
 /// Default bytes of one ranged read.
 const FETCH_LEN_DEFAULT: u64 = 16 * MIB;
+/// Chunks start at multiples of this many bytes in a fetch buffer: a cache line, which copy engines and digests like.
+pub const LANDING_ALIGN: usize = 64;
 
 /// An extent cut into chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,6 +136,57 @@ pub struct SavePlan {
     pub table_bytes: u64,
     /// Bytes of all of this together: at most the memory budget, if that was set.
     pub total_bytes: u64,
+}
+
+impl SavePlan {
+    /// The same plan with no more buffers than GPUs that use so much memory now (bytes, one number per GPU) can fill: to touch and pin what a small save leaves empty takes longer
+    /// than the save. Chunk and part length stay, and so does what keeps everything moving, because the numbers are an estimate: with more memory than that the save is slower, not wrong.
+    #[must_use]
+    pub fn for_memory_in_use(self, gpu_used: &[u64]) -> Self {
+        let filled = |len: u64, buffer_len: u64| {
+            let count = Chunks::new(len.max(USED_MIN), buffer_len).count();
+            usize::try_from(count).unwrap_or(usize::MAX)
+        };
+        let in_all = |buffer_len: u64| {
+            let counts = gpu_used.iter().map(|used| filled(*used, buffer_len));
+            counts.fold(0, usize::saturating_add)
+        };
+        let largest = gpu_used.iter().copied().max().unwrap_or(0);
+        let at_most = |planned: usize, useful: usize, least: usize| planned.min(useful.max(least));
+        let ring_chunks = at_most(
+            self.ring_chunks,
+            filled(largest, self.chunk_len),
+            RING_CHUNKS_MIN,
+        );
+        let frame_buffers = at_most(
+            self.frame_buffers,
+            in_all(self.chunk_len),
+            self.threads as usize + 1,
+        );
+        let pack_buffers = at_most(
+            self.pack_buffers,
+            in_all(PACK_LEN),
+            (gpu_used.len() + 1) * count_of(self.part_len, PACK_LEN),
+        );
+        let spared = [
+            product(
+                (self.ring_chunks - ring_chunks) * gpu_used.len(),
+                self.chunk_len,
+            ),
+            product(
+                self.frame_buffers - frame_buffers,
+                self.frame_len_max as u64,
+            ),
+            product(self.pack_buffers - pack_buffers, PACK_LEN),
+        ];
+        Self {
+            ring_chunks,
+            frame_buffers,
+            pack_buffers,
+            total_bytes: self.total_bytes - sum(&spared),
+            ..self
+        }
+    }
 }
 
 /// What cannot be planned.
@@ -341,6 +396,8 @@ pub struct LoadLane {
     pub chunk_len: u64,
     /// Length of its longest frame in bytes.
     pub frame_len_max: u32,
+    /// Length of all its frames in bytes.
+    pub frames_len: u64,
 }
 
 /// What the user and the node give for a restore.
@@ -363,7 +420,7 @@ pub struct LoadPlan {
     pub fetch_len_max: u64,
     /// Pinned chunk buffers per extent (each of its extent's chunk length), at least 2.
     pub ring_chunks: usize,
-    /// Buffers of `fetch_len_max` in the whole process, at least 2: one is decoded while the other is filled.
+    /// Buffers of [`fetch_buffer_len`] in the whole process, at least 2: one is decoded while the other is filled.
     pub fetch_buffers: usize,
     /// Threads that decompress; fewer than asked for when the budget is small.
     pub threads: u32,
@@ -396,14 +453,16 @@ pub fn plan_load(lanes: &[LoadLane], settings: &LoadSettings) -> Result<LoadPlan
     let chunk_lens: Vec<u64> = lanes.iter().map(|lane| lane.chunk_len).collect();
     let total_of = |plan: &LoadPlan| {
         let ring = product(plan.ring_chunks, sum(&chunk_lens));
-        let fetches = product(plan.fetch_buffers, plan.fetch_len_max);
+        let fetches = product(plan.fetch_buffers, fetch_buffer_len(plan.fetch_len_max));
         let contexts = u64::from(plan.threads).saturating_mul(Decoder::CONTEXT_BYTES);
         sum(&[ring, fetches, contexts, table_bytes])
     };
 
     let budget = Budget::of(settings.memory_budget, settings.budget_is_set);
+    // No longer than the longest object: a small one does not fill a buffer.
+    let longest_object = lanes.iter().map(|lane| lane.frames_len).max().unwrap_or(0);
     let mut least = LoadPlan {
-        fetch_len_max: FETCH_LEN_DEFAULT.max(longest_frame),
+        fetch_len_max: FETCH_LEN_DEFAULT.min(longest_object).max(longest_frame),
         ring_chunks: RING_CHUNKS_MIN,
         fetch_buffers: FETCH_BUFFERS_MIN,
         threads: 1,
@@ -412,7 +471,7 @@ pub fn plan_load(lanes: &[LoadLane], settings: &LoadSettings) -> Result<LoadPlan
     };
     if total_of(&least) > budget.bytes {
         // Short reads cost requests; too much memory costs the restore.
-        least.fetch_len_max = longest_frame.max(MIB);
+        least.fetch_len_max = longest_frame.max(MIB.min(longest_object));
     }
     let with_threads = |threads| LoadPlan {
         threads,
@@ -423,18 +482,35 @@ pub fn plan_load(lanes: &[LoadLane], settings: &LoadSettings) -> Result<LoadPlan
     let mut plan = with_threads(threads);
 
     let requests = planned_requests(settings.parallelism, threads);
-    let fetch_buffers_max = (requests + lanes.len()).max(FETCH_BUFFERS_MIN);
+    // Two neighbours among the reads are longer together than one may be, or they would be one.
+    let reads = |lane: &LoadLane| 2 * lane.frames_len.div_ceil(plan.fetch_len_max.max(1));
+    let reads = lanes.iter().map(reads).fold(0, u64::saturating_add);
+    let fetch_buffers_max = (requests + lanes.len())
+        .min(usize::try_from(reads).unwrap_or(usize::MAX))
+        .max(FETCH_BUFFERS_MIN);
+    let chunks = |lane: &LoadLane| Chunks::new(lane.raw_len, lane.chunk_len).count();
+    let chunks = lanes.iter().map(chunks).max().unwrap_or(0);
+    let ring_chunks_max = RING_CHUNKS_MAX.min(usize::try_from(chunks).unwrap_or(usize::MAX));
     deal_out(
         &mut plan,
         budget.bytes,
         &total_of,
         &[
             &|plan| grow(&mut plan.fetch_buffers, fetch_buffers_max),
-            &|plan| grow(&mut plan.ring_chunks, RING_CHUNKS_MAX),
+            &|plan| grow(&mut plan.ring_chunks, ring_chunks_max),
         ],
     );
     plan.total_bytes = total_of(&plan);
     Ok(plan)
+}
+
+/// Length of a buffer for reads of at most `fetch_len_max` bytes, whose raw frames land without their block headers at multiples of [`LANDING_ALIGN`]: a raw frame is as long as its chunk, so
+/// there are few of them.
+pub fn fetch_buffer_len(fetch_len_max: u64) -> u64 {
+    let raw_frames_max = fetch_len_max / CHUNK_LEN_MIN + 1;
+    let align = LANDING_ALIGN as u64;
+    let len = fetch_len_max.saturating_add(raw_frames_max * align);
+    len.checked_next_multiple_of(align).unwrap_or(len)
 }
 
 /// Consecutive whole frames of one object that one ranged read brings.

@@ -15,7 +15,7 @@ mod gpu_map;
 mod read;
 
 use std::error::Error;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,7 +23,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::look;
 use crate::config::Verify;
-use crate::driver::{CheckpointedProcess, CopyQueue, Driver, Extent, GpuUuid, RestoringProcess};
+use crate::driver::{
+    CheckpointedProcess, CopyQueue, Driver, DriverError, Extent, GpuUuid, PoolSlice,
+    RestoringProcess, STREAMS_IN,
+};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::image::{Image, ImageRef, image_id};
 use crate::job_log::{Entry, JobLog};
@@ -57,11 +60,17 @@ pub fn restore(
         };
         Failure::new(code, Phase::Read, error)
     })?;
-    let (image, skipped) = open_image(session, image)?;
-    if !into_fresh {
-        must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
-    }
-    let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh)
+    // The image is read while the driver comes up: neither needs the other, and each may take seconds.
+    let (read, held) = std::thread::scope(|scope| {
+        let holding = scope.spawn(|| Held::take(&target));
+        let read = read_image(session, image, into_fresh);
+        (
+            read,
+            holding.join().unwrap_or_else(|panic| resume_unwind(panic)),
+        )
+    });
+    let (image, skipped) = read?;
+    let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh, held)
         .map_err(|cause| refused(Phase::Read, cause))?;
     let verify = session
         .config
@@ -139,7 +148,7 @@ struct Transfer<'a> {
     /// The present GPU of each lane.
     gpus: Vec<usize>,
     lanes: Vec<LoadLane<'a>>,
-    queues: Vec<CopyQueue>,
+    queues: Vec<CopyQueue<PoolSlice>>,
     resources: LoadResources,
 }
 
@@ -153,13 +162,14 @@ impl<'a> Transfer<'a> {
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
         let plan = load_plan(session, image)?;
         let gpus = destinations(driver, image, pairs)?;
-        let lanes = lanes(session, image, &plan, Some(driver))?;
+        let to = Some((driver, gpus.as_slice()));
+        let lanes = lanes(session, image, &plan, to)?;
         let queues = gpus
             .iter()
-            .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks))
+            .map(|&device| CopyQueue::prepare(driver, device, plan.ring_chunks, STREAMS_IN))
             .collect::<Result<Vec<_>, _>>()?;
         let store = Arc::clone(&session.store_after_begin);
-        let resources = resources(session, &plan, store, point.cancel.clone())?;
+        let resources = resources(session, &plan, store, point.cancel.clone(), to)?;
         Ok(Self {
             gpus,
             lanes,
@@ -351,12 +361,46 @@ fn must_be_the_newest(
     }
 }
 
-/// Everything that can be known before the driver is asked.
+/// The image, verified up to its data objects, and the newer ones that were passed over.
+fn read_image(
+    session: &Session,
+    image: ImageRef,
+    into_fresh: bool,
+) -> Result<(Image, Vec<String>), Failure> {
+    let (image, skipped) = open_image(session, image)?;
+    if !into_fresh {
+        must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
+    }
+    Ok((image, skipped))
+}
+
+/// The driver, up, and the suspended process. Of the process nothing but its state was asked.
+struct Held {
+    driver: Arc<Driver>,
+    /// With every context retained.
+    suspended: Result<CheckpointedProcess, DriverError>,
+}
+
+impl Held {
+    fn take(target: &Target) -> Result<Self, DriverError> {
+        let driver = Driver::open()?;
+        driver.require_custom_storage()?;
+        let suspended = CheckpointedProcess::attach(&driver, target.pid);
+        let suspended = suspended.and_then(|suspended| {
+            driver.retain_contexts()?;
+            Ok(suspended)
+        });
+        Ok(Self { driver, suspended })
+    }
+}
+
+/// Everything that can be known before the driver is asked to restore.
 fn check(
     session: &Session,
     target: &Target,
     manifest: &Manifest,
     into_fresh: bool,
+    held: Result<Held, DriverError>,
 ) -> Result<(Arc<Driver>, GpuPairs, CheckpointedProcess), Box<dyn Error + Send + Sync>> {
     let (kind, mode) = (manifest.kind, manifest.capture.mode);
     if kind != ImageKind::Gpu {
@@ -373,8 +417,7 @@ fn check(
         let (saved_pid, pid) = (saved.pid, target.pid);
         return Err(CheckError::AnotherProcess { saved_pid, pid }.into());
     }
-    let driver = Driver::open()?;
-    driver.require_custom_storage()?;
+    let Held { driver, suspended } = held?;
     let saved_by = manifest.capture.driver_version.as_deref();
     if saved_by != driver.driver_version() {
         let unknown = "an unknown version";
@@ -386,8 +429,7 @@ fn check(
     }
     let wanted = &session.config.driver.gpu_map;
     let pairs = map_gpus(saved, driver.devices(), wanted)?;
-    let suspended = CheckpointedProcess::attach(&driver, target.pid)?;
-    driver.retain_contexts()?;
+    let suspended = suspended?;
     // Looked at again right before the driver is asked; here it spares a download that would be for nothing.
     let mut needs = Vec::with_capacity(saved.extents.len());
     for extent in &saved.extents {

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::BenchError;
 use super::measure::{Took, timed};
-use crate::driver::{BufferPool, CopyQueue, DeviceMemory, Driver, Extent};
+use crate::driver::{BufferPool, CopyQueue, DeviceMemory, Driver, Extent, STREAMS_OUT};
 use crate::plan::Chunks;
 
 /// Bytes that one copy of the fill and the comparison moves.
@@ -125,9 +125,10 @@ impl Gpus {
         let pool = BufferPool::new(
             STRIPES_UNDER_WAY,
             usize::try_from(STRIPE_LEN).unwrap_or(usize::MAX),
-            Some(&self.driver),
+            Some((&self.driver, extent.device)),
         )?;
-        let mut queue = CopyQueue::prepare(&self.driver, extent.device, STRIPES_UNDER_WAY)?;
+        let mut queue =
+            CopyQueue::prepare(&self.driver, extent.device, STRIPES_UNDER_WAY, STREAMS_OUT)?;
         queue.bind(extent.clone())?;
         let stripes = Chunks::new(extent.len, STRIPE_LEN);
         let settle = |queue: &mut CopyQueue| -> Result<(), BenchError> {
@@ -178,8 +179,13 @@ impl Gpus {
             .map(|extent| {
                 let copy_len = RAW_COPY_LEN.min(extent.len);
                 let buffer_len = usize::try_from(copy_len).unwrap_or(usize::MAX);
-                let pool = BufferPool::new(RAW_UNDER_WAY, buffer_len, Some(&self.driver))?;
-                let queue = CopyQueue::prepare(&self.driver, extent.device, RAW_UNDER_WAY)?;
+                let pool = BufferPool::new(
+                    RAW_UNDER_WAY,
+                    buffer_len,
+                    Some((&self.driver, extent.device)),
+                )?;
+                let queue =
+                    CopyQueue::prepare(&self.driver, extent.device, RAW_UNDER_WAY, STREAMS_OUT)?;
                 Ok((pool, queue, extent))
             })
             .collect::<Result<Vec<_>, BenchError>>()?;

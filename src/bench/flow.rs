@@ -14,14 +14,16 @@ use crate::codec::{
     Body, Decoder, Digest, Effort, Encoded, Encoder, Filter, Settings, frame_bound,
 };
 use crate::config::Config;
-use crate::driver::{BufferPool, CopyQueue, Extent};
+use crate::driver::{BufferPool, CopyQueue, Extent, HostMemory, STREAMS_IN, STREAMS_OUT};
 use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
 use crate::pipeline::{
     AloneLane, Destination, LoadLane, LoadResources, PipelineError, SaveLane, SaveResources,
     copy_in_alone, copy_out_alone, load, save,
 };
-use crate::plan::{self, LoadSettings, PACK_LEN, SavePlan, SaveSettings, plan_load, plan_save};
+use crate::plan::{
+    self, LoadSettings, PACK_LEN, SavePlan, SaveSettings, fetch_buffer_len, plan_load, plan_save,
+};
 use crate::progress::LaneMeter;
 use crate::store::memory::MemoryStore;
 use crate::store::{Key, Store};
@@ -198,8 +200,17 @@ impl Flow<'_> {
             {
                 let upload = self.runtime.block_on(store.begin_upload(key))?;
                 lanes.push(SaveLane {
-                    queue: CopyQueue::prepare(driver, extent.device, plan.ring_chunks)?,
-                    ring: BufferPool::new(plan.ring_chunks, len(plan.chunk_len), Some(driver))?,
+                    queue: CopyQueue::prepare(
+                        driver,
+                        extent.device,
+                        plan.ring_chunks,
+                        STREAMS_OUT,
+                    )?,
+                    ring: BufferPool::new(
+                        plan.ring_chunks,
+                        len(plan.chunk_len),
+                        Some((driver, extent.device)),
+                    )?,
                     table: FrameTable::new(memory_len, plan.chunk_len),
                     key: key.clone(),
                     upload,
@@ -317,6 +328,7 @@ impl Flow<'_> {
                 raw_len: lane.table.raw_len,
                 chunk_len,
                 frame_len_max: lane.table.frame_len_max(),
+                frames_len: lane.table.stored.iter().map(|len| u64::from(*len)).sum(),
             })
             .collect();
         let plan = plan_load(&shapes, &settings)?;
@@ -325,14 +337,23 @@ impl Flow<'_> {
             let mut lanes = Vec::new();
             let mut queues = Vec::new();
             for (lane, extent) in stored.iter().zip(&extents) {
-                queues.push(CopyQueue::prepare(driver, extent.device, plan.ring_chunks)?);
+                queues.push(CopyQueue::prepare(
+                    driver,
+                    extent.device,
+                    plan.ring_chunks,
+                    STREAMS_IN,
+                )?);
                 lanes.push(LoadLane {
                     key: lane.key.clone(),
                     etag: None,
                     table: &lane.table,
                     raw_len: lane.table.raw_len,
                     chunk_len,
-                    ring: BufferPool::new(plan.ring_chunks, len(chunk_len), Some(driver))?,
+                    ring: BufferPool::new(
+                        plan.ring_chunks,
+                        len(chunk_len),
+                        Some((driver, extent.device)),
+                    )?,
                     meter: LaneMeter::new(format!("GPU {}", extent.device), lane.table.raw_len),
                 });
             }
@@ -342,7 +363,12 @@ impl Flow<'_> {
                 decoders: (0..plan.threads)
                     .map(|_| Decoder::new())
                     .collect::<Result<_, _>>()?,
-                fetch_buffers: BufferPool::new(plan.fetch_buffers, len(plan.fetch_len_max), None)?,
+                fetch_buffers: BufferPool::new(
+                    plan.fetch_buffers,
+                    len(fetch_buffer_len(plan.fetch_len_max)),
+                    Some((driver, extents[0].device)),
+                )?,
+                fetch_len_max: plan.fetch_len_max,
                 meter: Arc::clone(self.meter),
                 cancel: self.cancel.clone(),
             };
@@ -372,27 +398,36 @@ impl Flow<'_> {
         &self,
         direction: super::device::Direction,
     ) -> Result<Took, BenchError> {
+        let ((), took) = match direction {
+            super::device::Direction::Out => {
+                let lanes = self.alone(STREAMS_OUT)?;
+                timed(|| copy_out_alone(lanes))
+            }
+            super::device::Direction::In => {
+                let lanes = self.alone(STREAMS_IN)?;
+                timed(|| copy_in_alone(lanes))
+            }
+        }
+        .map_err(|error: PipelineError| BenchError::from(error))?;
+        Ok(took)
+    }
+
+    /// The rings and queues of a run.
+    fn alone<B: HostMemory>(&self, streams: usize) -> Result<Vec<AloneLane<B>>, BenchError> {
         let (plan, driver) = (self.plan, self.gpus.driver());
         let chunk_len = usize::try_from(plan.chunk_len).unwrap_or(usize::MAX);
-        let lanes = self
-            .gpus
-            .extents()
-            .into_iter()
+        let extents = self.gpus.extents().into_iter();
+        extents
             .map(|extent| {
+                let beside = Some((driver, extent.device));
                 Ok(AloneLane {
-                    queue: CopyQueue::prepare(driver, extent.device, plan.ring_chunks)?,
-                    ring: BufferPool::new(plan.ring_chunks, chunk_len, Some(driver))?,
+                    queue: CopyQueue::prepare(driver, extent.device, plan.ring_chunks, streams)?,
+                    ring: BufferPool::new(plan.ring_chunks, chunk_len, beside)?,
                     chunk_len: plan.chunk_len,
                     extent,
                 })
             })
-            .collect::<Result<Vec<_>, BenchError>>()?;
-        let ((), took) = timed(|| match direction {
-            super::device::Direction::Out => copy_out_alone(lanes),
-            super::device::Direction::In => copy_in_alone(lanes),
-        })
-        .map_err(|error: PipelineError| BenchError::from(error))?;
-        Ok(took)
+            .collect()
     }
 }
 

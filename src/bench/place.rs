@@ -20,8 +20,8 @@ use crate::store::memory::MemoryStore;
 use crate::store::null::NullStore;
 use crate::store::retry::{RetryPolicy, Retrying};
 use crate::store::{
-    self, BadKey, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, Store,
-    StoreError, UploadId,
+    self, BadKey, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome,
+    RangeSink, Store, StoreError, UploadId,
 };
 
 /// Longest time for removing what the bench has made.
@@ -266,6 +266,16 @@ impl Store for Remembering {
         len_max: usize,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         self.inner.get(key, len_max)
+    }
+
+    fn read_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: std::ops::Range<u64>,
+        if_match: Option<&'a str>,
+        sink: &'a mut dyn RangeSink,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.inner.read_range(key, range, if_match, sink)
     }
 
     fn get_range<'a>(

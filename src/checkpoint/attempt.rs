@@ -5,7 +5,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use futures::future::join_all;
+use futures::future::{join, join_all};
 
 use super::not_begun;
 use crate::driver::{Device, Driver};
@@ -37,7 +37,7 @@ pub(super) struct OpenUpload {
 }
 
 impl Attempt {
-    /// Claims a prefix, reads the log, opens the uploads. On failure nothing of it stays but the claim.
+    /// Claims a prefix and reads the log, then opens the uploads: two answers of the store to wait for, whatever the number of GPUs. On failure nothing of it stays but the claim.
     pub(super) fn open(
         session: &Session,
         driver: &Driver,
@@ -77,28 +77,21 @@ impl Attempt {
             pid: std::process::id(),
             created_ms: now_ms(),
         };
-        let key = Key::of_job(job, &claim_key(&self.nonce)).map_err(OpenError::Key)?;
-        let put = session.store.put_if_absent(&key, claim.encode().into());
-        if put.await? == PutOutcome::AlreadyExists {
+        let key = &Key::of_job(job, &claim_key(&self.nonce)).map_err(OpenError::Key)?;
+        let put = session.store.put_if_absent(key, claim.encode().into());
+        let (put, log) = join(put, JobLog::read(&*session.store, job)).await;
+        if put? == PutOutcome::AlreadyExists {
             let key = key.to_string();
             return Err(OpenError::Claimed { key });
         }
+        self.next_slot = log.map_err(OpenError::Log)?.next_slot();
+
         // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
         let second = AttemptClaim {
             created_ms: claim.created_ms + 1,
             ..claim
         };
-        let put = session.store.put_if_absent(&key, second.encode().into());
-        if put.await? == PutOutcome::Created {
-            return Err(OpenError::Unconditional {
-                store: session.store.describe(),
-            });
-        }
-        self.next_slot = JobLog::read(&*session.store, job)
-            .await
-            .map_err(OpenError::Log)?
-            .next_slot();
-
+        let second = session.store.put_if_absent(key, second.encode().into());
         let nonce = self.nonce.as_str();
         let opened = join_all(driver.devices().iter().enumerate().map(
             |(device, gpu)| async move {
@@ -117,8 +110,14 @@ impl Attempt {
                 })
             },
         ));
-        let mut failed = None;
-        let opened = opened.await;
+        let (second, opened) = join(second, opened).await;
+        let mut failed = match second {
+            Ok(PutOutcome::AlreadyExists) => None,
+            Ok(PutOutcome::Created) => Some(OpenError::Unconditional {
+                store: session.store.describe(),
+            }),
+            Err(error) => Some(error.into()),
+        };
         for outcome in opened {
             match outcome {
                 Ok(upload) => self.uploads.push(upload),

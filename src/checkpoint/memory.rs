@@ -1,6 +1,6 @@
 //! The memory of a save: planned, allocated, pinned and touched before the target is locked, dealt out to the GPUs that hold data after.
 //!
-//! In: the settings and every GPU's total memory (the worst case). Out: the pipeline's lanes and resources. What can fail: a plan that does not fit, memory that is not
+//! In: the settings, every GPU's total memory (the worst case, from which lengths follow) and what it uses now (an estimate, from which numbers of buffers follow). Out: the pipeline's lanes and resources. What can fail: a plan that does not fit, memory that is not
 //! to be had; never after BEGIN.
 
 use std::error::Error;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::attempt::Attempt;
 use crate::codec::Encoder;
-use crate::driver::{BufferPool, CheckpointingProcess, CopyQueue, Driver};
+use crate::driver::{BufferPool, CheckpointingProcess, CopyQueue, Driver, STREAMS_OUT};
 use crate::error::{Failure, Phase};
 use crate::manifest::FrameTable;
 use crate::pipeline::{SaveLane, SaveResources};
@@ -54,11 +54,16 @@ pub(super) struct Memory {
 }
 
 impl Memory {
+    /// Retains the GPUs' contexts (each takes time and GPU memory, so not before the target is known to be one), and allocates what can be used of the plan.
     pub(super) fn allocate(
         session: &Session,
         driver: &Arc<Driver>,
         plan: SavePlan,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        driver.retain_contexts()?;
+        session.check_cancelled()?;
+        let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
+        let plan = plan.for_memory_in_use(&used.collect::<Result<Vec<_>, _>>()?);
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut rings = Vec::new();
         let mut queues = Vec::new();
@@ -68,9 +73,14 @@ impl Memory {
             rings.push(BufferPool::new(
                 plan.ring_chunks,
                 len(plan.chunk_len),
-                Some(driver),
+                Some((driver, device)),
             )?);
-            queues.push(CopyQueue::prepare(driver, device, plan.ring_chunks)?);
+            queues.push(CopyQueue::prepare(
+                driver,
+                device,
+                plan.ring_chunks,
+                STREAMS_OUT,
+            )?);
             tables.push(FrameTable::new(gpu.memory_len, plan.chunk_len));
         }
         let mut encoders = Vec::new();

@@ -58,7 +58,7 @@ impl FrameKind {
 
 const MAGIC: u32 = 0xFD2F_B528;
 /// Blocks longer than this are not valid zstd.
-const BLOCK_LEN_MAX: usize = 128 * 1024;
+pub(super) const BLOCK_LEN_MAX: usize = 128 * 1024;
 /// A plane of a full unit is one block.
 const _: () = assert!(PLANE_LEN == BLOCK_LEN_MAX);
 /// Largest window that we write or accept; libzstd's own decoders promise to take it whatever their limits.
@@ -67,8 +67,8 @@ const WINDOW_LEN_MAX: u64 = 1 << WINDOW_LOG_MAX;
 /// Largest window of a frame with a filter: a reader undoes the filter unit by unit and needs no more history than that.
 const FILTERED_WINDOW_LOG: u32 = 17;
 /// Magic, descriptor, window, content size.
-const HAND_HEADER_LEN: usize = 10;
-const BLOCK_HEADER_LEN: usize = 3;
+pub(super) const HAND_HEADER_LEN: usize = 10;
+pub(super) const BLOCK_HEADER_LEN: usize = 3;
 const CONTENT_CHECKSUM_LEN: usize = 4;
 
 /// Longest chunk, in bytes: what the image format allows.
@@ -103,7 +103,7 @@ const SINGLE_SEGMENT_FLAG: u8 = 1 << 5;
 const DICTIONARY_FLAGS: u8 = 0b11;
 
 /// Frames without matches need no history: a 128 KiB window lets a streaming reader get by with less than 1 MiB, whatever the chunk's length.
-fn hand_header(raw_len: usize, has_checksum: bool) -> [u8; HAND_HEADER_LEN] {
+pub(super) fn hand_header(raw_len: usize, has_checksum: bool) -> [u8; HAND_HEADER_LEN] {
     const FOUR_BYTE_SIZE: u8 = 0x80; // no dictionary
     const WINDOW_128_KIB: u8 = (17 - 10) << 3;
     let [m0, m1, m2, m3] = MAGIC.to_le_bytes();
@@ -148,7 +148,7 @@ impl ContentChecksum {
 }
 
 /// What stands between the blocks' contents of a raw frame: before block `index` of `raw_len` bytes.
-fn raw_block_header(raw_len: usize, index: usize) -> [u8; BLOCK_HEADER_LEN] {
+pub(super) fn raw_block_header(raw_len: usize, index: usize) -> [u8; BLOCK_HEADER_LEN] {
     let start = index * BLOCK_LEN_MAX;
     let len = (raw_len - start).min(BLOCK_LEN_MAX);
     block_header(BlockType::Raw, len, start + len == raw_len)

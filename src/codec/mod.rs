@@ -11,6 +11,7 @@ pub mod effort;
 pub mod frame;
 pub mod huffman;
 pub mod planes;
+pub mod raw_frame;
 mod sample;
 #[cfg(test)]
 pub(crate) mod sample_data;
@@ -25,3 +26,4 @@ pub use frame::{
     FrameKind, Level, PlaneCoder, Settings, frame_bound,
 };
 pub use planes::Filter;
+pub use raw_frame::RawFrame;

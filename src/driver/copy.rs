@@ -1,8 +1,10 @@
-//! Copies between an extent and pinned buffers: asynchronous, in order, on the one stream that the driver gave for that GPU.
+//! Copies between an extent and pinned buffers: asynchronous, on the stream that the driver gave for that GPU, and for the way in on more of our own.
 //!
 //! In: a buffer and an offset. Out: the same buffer, once the copy has really happened. What can fail: any call. After a failure nothing is known about the copies, so the queue is
-//! good for nothing more: every later call answers that first error, and the buffers stay with the queue. When it is dropped, the stream is synchronized before a buffer
+//! good for nothing more: every later call answers that first error, and the buffers stay with the queue. When it is dropped, the streams are synchronized before a buffer
 //! goes back, and a buffer whose copy may still run is leaked rather than reused.
+//!
+//! The driver's Complete synchronizes the streams that it gave, and no other. So our own streams start behind the driver's, and [`CopyQueue::finish`] synchronizes every one of them.
 //!
 //! A queue belongs to one OS thread. Its events are made before the target is locked; from BEGIN on it only enqueues and waits. A bound queue keeps the extent mapped.
 
@@ -12,21 +14,36 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUstream};
 
+use super::numa::Node;
 use super::process::Mapping;
-use super::{Driver, DriverError, Extent, PoolBuf};
+use super::{Driver, DriverError, Extent, PoolBuf, PoolSlice};
 
 /// CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiting sleeps, and nothing is timed.
 const EVENT_FLAGS: c_uint = 1 | 2;
 /// CU_STREAM_NON_BLOCKING.
 const STREAM_FLAGS: c_uint = 1;
+/// CUDA_ERROR_NOT_READY: what an event answers that was not passed yet.
+const NOT_READY: u32 = 600;
+
+/// Streams for the way out: the driver's alone. One keeps the copy engine busy, which has the next copy in its queue already.
+pub const STREAMS_OUT: usize = 1;
+/// Streams for the way in, the driver's included: into the mapping, copies on one stream leave a gap between each other, and 2 to 4 streams were measured best (A10G); the fewest of them, because
+/// each is one more to synchronize.
+pub const STREAMS_IN: usize = 2;
 
 /// Copies of one GPU, oldest first.
 #[derive(Debug)]
-pub struct CopyQueue {
+pub struct CopyQueue<B = PoolBuf> {
     driver: Arc<Driver>,
     device: usize,
     spare_events: Vec<Event>,
-    under_way: VecDeque<UnderWay>,
+    under_way: VecDeque<UnderWay<B>>,
+    /// Beside the one that the extent brings.
+    own_streams: Vec<Stream>,
+    /// Where our own streams start, on the driver's.
+    start: Event,
+    /// Copies enqueued so far, which take turns on the streams.
+    enqueued: usize,
     bound: Option<Extent>,
     failed: Option<DriverError>,
 }
@@ -39,9 +56,9 @@ enum Direction {
 
 /// A copy that has happened.
 #[derive(Debug)]
-pub struct Copied {
+pub struct Copied<B = PoolBuf> {
     /// The buffer, now ours again.
-    pub buffer: PoolBuf,
+    pub buffer: B,
     /// Where in the extent, in bytes.
     pub offset: u64,
     /// How many bytes.
@@ -49,9 +66,49 @@ pub struct Copied {
 }
 
 #[derive(Debug)]
-struct UnderWay {
+struct UnderWay<B> {
     event: Event,
-    copied: Copied,
+    copied: Copied<B>,
+}
+
+/// Host memory that a copy reads or writes.
+pub trait HostMemory: sealed::Sealed {}
+
+impl HostMemory for PoolBuf {}
+impl HostMemory for PoolSlice {}
+
+mod sealed {
+    use std::ffi::c_void;
+
+    use super::{PoolBuf, PoolSlice};
+
+    /// Only memory of a pool: it stays where it is as long as its owner lives.
+    pub trait Sealed {
+        /// Address of the first byte.
+        fn address(&self) -> *mut c_void;
+        /// Length in bytes.
+        fn len(&self) -> usize;
+    }
+
+    impl Sealed for PoolBuf {
+        fn address(&self) -> *mut c_void {
+            self.as_device_visible()
+        }
+
+        fn len(&self) -> usize {
+            <[u8]>::len(self)
+        }
+    }
+
+    impl Sealed for PoolSlice {
+        fn address(&self) -> *mut c_void {
+            self.as_device_visible()
+        }
+
+        fn len(&self) -> usize {
+            <[u8]>::len(self)
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -60,33 +117,54 @@ struct Event(CUevent);
 // SAFETY: an event is a handle; the driver allows its use from any thread.
 unsafe impl Send for Event {}
 
-impl CopyQueue {
-    /// A queue for up to `depth` copies under way on `device`, not bound to an extent yet. The device's context must be retained.
+#[derive(Debug)]
+struct Stream(CUstream);
+
+// SAFETY: a stream is a handle; the driver allows its use from any thread.
+unsafe impl Send for Stream {}
+
+impl<B: HostMemory> CopyQueue<B> {
+    /// A queue for up to `depth` copies under way on `device`, which take turns on so many `streams` (at least 1, the driver's; see [`STREAMS_OUT`] and [`STREAMS_IN`]), not
+    /// bound to an extent yet. The device's context must be retained.
     ///
     /// # Errors
-    /// [`DriverError::Call`] when an event cannot be made.
-    pub fn prepare(driver: &Arc<Driver>, device: usize, depth: usize) -> Result<Self, DriverError> {
+    /// [`DriverError::Call`] when an event or a stream cannot be made.
+    pub fn prepare(
+        driver: &Arc<Driver>,
+        device: usize,
+        depth: usize,
+        streams: usize,
+    ) -> Result<Self, DriverError> {
         driver.make_current(device)?;
-        let mut queue = Self {
-            driver: Arc::clone(driver),
-            device,
-            spare_events: Vec::with_capacity(depth),
-            under_way: VecDeque::with_capacity(depth),
-            bound: None,
-            failed: None,
-        };
-        for _ in 0..depth {
+        let new_event = || {
             let mut event: CUevent = std::ptr::null_mut();
             // SAFETY: the out pointer is valid for the call.
             driver.check("cuEventCreate", unsafe {
                 (driver.api.event_create)(&raw mut event, EVENT_FLAGS)
             })?;
-            queue.spare_events.push(Event(event));
+            Ok::<_, DriverError>(Event(event))
+        };
+        let mut queue = Self {
+            driver: Arc::clone(driver),
+            device,
+            spare_events: Vec::with_capacity(depth),
+            under_way: VecDeque::with_capacity(depth),
+            own_streams: Vec::new(),
+            start: new_event()?,
+            enqueued: 0,
+            bound: None,
+            failed: None,
+        };
+        for _ in 0..depth {
+            queue.spare_events.push(new_event()?);
+        }
+        for _ in 1..streams {
+            queue.own_streams.push(Stream(new_stream(driver)?));
         }
         Ok(queue)
     }
 
-    /// Binds the queue to the extent that it copies from or to, and the calling thread to the GPU's context.
+    /// Binds the queue to the extent that it copies from or to, and the calling thread to the GPU's context and to the processors near it.
     ///
     /// # Errors
     /// [`DriverError::Call`] when the context cannot be made current.
@@ -103,8 +181,24 @@ impl CopyQueue {
             "a copy queue is bound while nothing is under way"
         );
         self.usable()?;
-        let current = self.driver.make_current(self.device);
-        self.settle(current)?;
+        self.driver.devices()[self.device]
+            .node
+            .inspect(Node::settle);
+        let started = self.driver.make_current(self.device).and_then(|()| {
+            // What the driver itself may have enqueued on its stream comes before every copy, on whatever stream.
+            let (start, given) = (self.start.0, extent.mapping.stream);
+            if !self.own_streams.is_empty() {
+                // SAFETY: event and stream are valid and of the same context.
+                let recorded = unsafe { (self.driver.api.event_record)(start, given) };
+                self.driver.check("cuEventRecord", recorded)?;
+            }
+            self.own_streams.iter().try_for_each(|own| {
+                // SAFETY: as above; no flags.
+                let behind = unsafe { (self.driver.api.stream_wait_event)(own.0, start, 0) };
+                self.driver.check("cuStreamWaitEvent", behind)
+            })
+        });
+        self.settle(started)?;
         self.bound = Some(extent);
         Ok(())
     }
@@ -114,25 +208,14 @@ impl CopyQueue {
         self.under_way.is_empty()
     }
 
+    /// Copies that are under way, or done but not waited for.
+    pub fn under_way(&self) -> usize {
+        self.under_way.len()
+    }
+
     /// Whether another copy may be enqueued.
     pub fn has_room(&self) -> bool {
         !self.spare_events.is_empty()
-    }
-
-    /// Enqueues a copy of `len` bytes at `offset` of the extent into the start of `buffer`, and returns at once.
-    ///
-    /// # Errors
-    /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
-    ///
-    /// # Panics
-    /// When the queue is not bound or has no room, the range is outside the extent, or `len` is longer than the buffer.
-    pub fn copy_out(
-        &mut self,
-        buffer: PoolBuf,
-        offset: u64,
-        len: usize,
-    ) -> Result<(), DriverError> {
-        self.enqueue(Direction::Out, buffer, offset, len)
     }
 
     /// Enqueues a copy of the first `len` bytes of `buffer` to `offset` of the extent, and returns at once.
@@ -141,8 +224,8 @@ impl CopyQueue {
     /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
     ///
     /// # Panics
-    /// As [`CopyQueue::copy_out`].
-    pub fn copy_in(&mut self, buffer: PoolBuf, offset: u64, len: usize) -> Result<(), DriverError> {
+    /// When the queue is not bound or has no room, the range is outside the extent, or `len` is longer than the buffer.
+    pub fn copy_in(&mut self, buffer: B, offset: u64, len: usize) -> Result<(), DriverError> {
         self.enqueue(Direction::In, buffer, offset, len)
     }
 
@@ -150,7 +233,7 @@ impl CopyQueue {
     ///
     /// # Errors
     /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
-    pub fn wait_oldest(&mut self) -> Result<Option<Copied>, DriverError> {
+    pub fn wait_oldest(&mut self) -> Result<Option<Copied<B>>, DriverError> {
         self.usable()?;
         let Some(oldest) = self.under_way.front() else {
             return Ok(None);
@@ -167,29 +250,33 @@ impl CopyQueue {
         }))
     }
 
-    /// Synchronizes the stream: after success every copy has happened.
+    /// Whether the oldest copy has happened, without waiting for it. There is none: it has.
     ///
     /// # Errors
-    /// [`DriverError::Call`] of any copy that went wrong on the stream.
+    /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
+    pub fn oldest_is_done(&mut self) -> Result<bool, DriverError> {
+        self.usable()?;
+        let Some(oldest) = self.under_way.front() else {
+            return Ok(true);
+        };
+        // SAFETY: as in `wait_oldest`.
+        let code = unsafe { (self.driver.api.event_query)(oldest.event.0) };
+        if code == NOT_READY {
+            return Ok(false);
+        }
+        let asked = self.driver.check("cuEventQuery", code);
+        self.settle(asked)?;
+        Ok(true)
+    }
+
+    /// Synchronizes the streams: after success every copy has happened.
+    ///
+    /// # Errors
+    /// [`DriverError::Call`] of any copy that went wrong on a stream.
     pub fn finish(&mut self) -> Result<(), DriverError> {
         self.usable()?;
         let drained = self.drain();
         self.settle(drained)
-    }
-
-    /// Synchronizes the stream, whatever went wrong before: even a copy without an event has happened then.
-    fn drain(&mut self) -> Result<(), DriverError> {
-        let Some(extent) = &self.bound else {
-            return Ok(());
-        };
-        // SAFETY: the stream is alive as long as the extent is, which we hold.
-        self.driver.check("cuStreamSynchronize", unsafe {
-            (self.driver.api.stream_synchronize)(extent.mapping.stream)
-        })?;
-        while let Some(done) = self.under_way.pop_front() {
-            self.spare_events.push(done.event);
-        }
-        Ok(())
     }
 
     /// # Errors
@@ -206,11 +293,10 @@ impl CopyQueue {
         outcome
     }
 
-    fn checked_range(&self, buffer: &PoolBuf, offset: u64, len: usize) -> (CUdeviceptr, CUstream) {
+    fn checked_range(&self, buffer: &B, offset: u64, len: usize) -> (CUdeviceptr, CUstream) {
         let extent = self.bound.as_ref();
-        let mapping = &extent
-            .expect("a copy queue is bound before it copies")
-            .mapping;
+        let extent = extent.expect("a copy queue is bound before it copies");
+        let mapping = &extent.mapping;
         assert!(
             len <= buffer.len(),
             "a copy of {len} bytes does not fit a buffer of {}",
@@ -222,13 +308,15 @@ impl CopyQueue {
             "a copy of {len} bytes at {offset} leaves the extent of {}",
             mapping.len
         );
-        (mapping.base + offset, mapping.stream)
+        let turn = self.enqueued % (1 + self.own_streams.len());
+        let stream = self.streams(extent).nth(turn).unwrap_or(mapping.stream);
+        (mapping.base + offset, stream)
     }
 
     fn enqueue(
         &mut self,
         direction: Direction,
-        buffer: PoolBuf,
+        buffer: B,
         offset: u64,
         len: usize,
     ) -> Result<(), DriverError> {
@@ -238,7 +326,8 @@ impl CopyQueue {
             .spare_events
             .pop()
             .expect("no more copies under way than the queue was prepared for");
-        let (host, raw_event) = (buffer.as_device_visible(), event.0);
+        let (host, raw_event) = (buffer.address(), event.0);
+        self.enqueued += 1;
         // Owned by the queue from here on, whatever the driver answers: the copy may run.
         self.under_way.push_back(UnderWay {
             event,
@@ -269,7 +358,50 @@ impl CopyQueue {
     }
 }
 
-impl Drop for CopyQueue {
+impl<B> CopyQueue<B> {
+    /// Synchronizes the streams, whatever went wrong before: even a copy without an event has happened then.
+    fn drain(&mut self) -> Result<(), DriverError> {
+        let Some(extent) = &self.bound else {
+            return Ok(());
+        };
+        for stream in self.streams(extent) {
+            // SAFETY: our own streams live as long as this queue, the driver's as long as the extent, which we hold.
+            self.driver.check("cuStreamSynchronize", unsafe {
+                (self.driver.api.stream_synchronize)(stream)
+            })?;
+        }
+        while let Some(done) = self.under_way.pop_front() {
+            self.spare_events.push(done.event);
+        }
+        Ok(())
+    }
+
+    /// The streams that copies of this extent take turns on, the driver's first.
+    fn streams(&self, extent: &Extent) -> impl Iterator<Item = CUstream> {
+        let own = self.own_streams.iter().map(|stream| stream.0);
+        std::iter::once(extent.mapping.stream).chain(own)
+    }
+}
+
+impl CopyQueue {
+    /// Enqueues a copy of `len` bytes at `offset` of the extent into the start of `buffer`, and returns at once.
+    ///
+    /// # Errors
+    /// [`DriverError::Call`]; the buffer is then kept until the queue is dropped.
+    ///
+    /// # Panics
+    /// When the queue is not bound or has no room, the range is outside the extent, or `len` is longer than the buffer.
+    pub fn copy_out(
+        &mut self,
+        buffer: PoolBuf,
+        offset: u64,
+        len: usize,
+    ) -> Result<(), DriverError> {
+        self.enqueue(Direction::Out, buffer, offset, len)
+    }
+}
+
+impl<B> Drop for CopyQueue<B> {
     fn drop(&mut self) {
         let drained = self.driver.make_current(self.device).and_then(|()| {
             if self.under_way.is_empty() {
@@ -282,11 +414,25 @@ impl Drop for CopyQueue {
             tracing::warn!(%error, buffers = self.under_way.len(), "copies may still run; their buffers are leaked");
             std::mem::forget(std::mem::take(&mut self.under_way));
         }
-        for event in self.spare_events.drain(..) {
+        for stream in self.own_streams.drain(..) {
+            // SAFETY: the stream is ours; what may still run on it runs on.
+            let _ended_with_the_context = unsafe { (self.driver.api.stream_destroy)(stream.0) };
+        }
+        for event in self.spare_events.drain(..).chain([Event(self.start.0)]) {
             // SAFETY: the event is ours and no copy waits for it.
             let _ended_with_the_context = unsafe { (self.driver.api.event_destroy)(event.0) };
         }
     }
+}
+
+/// A stream of the device whose context is current.
+fn new_stream(driver: &Driver) -> Result<CUstream, DriverError> {
+    let mut stream: CUstream = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid for the call.
+    driver.check("cuStreamCreate", unsafe {
+        (driver.api.stream_create)(&raw mut stream, STREAM_FLAGS)
+    })?;
+    Ok(stream)
 }
 
 /// GPU memory of our own, for benches and checks of the copy path: an [`Extent`] without a target. It is freed once this and every clone of the extent are dropped.
@@ -321,16 +467,10 @@ impl DeviceMemory {
         driver.check("cuMemAlloc", unsafe {
             (driver.api.mem_alloc)(&raw mut base, len)
         })?;
-        let mut stream: CUstream = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid for the call.
-        let made = driver.check("cuStreamCreate", unsafe {
-            (driver.api.stream_create)(&raw mut stream, STREAM_FLAGS)
-        });
-        if let Err(error) = made {
+        let stream = new_stream(driver).inspect_err(|_failed| {
             // SAFETY: allocated above, used by nobody.
             let _reported_by_the_first_error = unsafe { (driver.api.mem_free)(base) };
-            return Err(error);
-        }
+        })?;
         let owner = Allocation {
             driver: Arc::clone(driver),
             device,
@@ -378,7 +518,7 @@ mod tests {
 
     fn bound(driver: &Arc<Driver>) -> (CopyQueue, Extent) {
         let memory = DeviceMemory::allocate(driver, 0, 64).unwrap();
-        let mut queue = CopyQueue::prepare(driver, 0, 2).unwrap();
+        let mut queue = CopyQueue::prepare(driver, 0, 2, STREAMS_OUT).unwrap();
         queue.bind(memory.extent()).unwrap();
         (queue, memory.extent())
     }
@@ -417,6 +557,41 @@ mod tests {
         assert_eq!(code(&queue.finish().unwrap_err()), 700);
         drop(queue);
         assert_eq!(pool.free_count(), 0);
+    }
+
+    #[test]
+    fn our_own_stream_starts_behind_the_drivers_and_is_synchronized_too() {
+        let driver = fake::driver();
+        let pool = BufferPool::new(2, 32, None).unwrap();
+        let memory = DeviceMemory::allocate(&driver, 0, 64).unwrap();
+        let mut queue = CopyQueue::prepare(&driver, 0, 2, STREAMS_IN).unwrap();
+        let extra = u32::try_from(STREAMS_IN).unwrap() - 1;
+        queue.bind(memory.extent()).unwrap();
+        assert_eq!(fake::calls("cuStreamWaitEvent"), extra);
+        queue.copy_in(pool.try_acquire().unwrap(), 0, 32).unwrap();
+        queue.copy_in(pool.try_acquire().unwrap(), 32, 32).unwrap();
+        queue.finish().unwrap();
+        assert_eq!(fake::calls("cuStreamSynchronize"), 1 + extra);
+        drop(queue);
+        assert_eq!(fake::calls("cuStreamDestroy"), extra);
+        assert_eq!(fake::calls("cuEventDestroy"), 3);
+    }
+
+    #[test]
+    fn a_look_at_the_oldest_copy_does_not_wait() {
+        let driver = fake::driver();
+        let pool = BufferPool::new(1, 64, None).unwrap();
+        let (mut queue, _extent) = bound(&driver);
+        assert!(queue.oldest_is_done().unwrap(), "there is none");
+        queue.copy_out(pool.try_acquire().unwrap(), 0, 64).unwrap();
+        fake::answer("cuEventQuery", NOT_READY);
+        assert!(!queue.oldest_is_done().unwrap());
+        fake::answer("cuEventQuery", 0);
+        assert!(queue.oldest_is_done().unwrap());
+        fake::answer("cuEventQuery", 700);
+        assert_eq!(code(&queue.oldest_is_done().unwrap_err()), 700);
+        assert_eq!(code(&queue.wait_oldest().unwrap_err()), 700);
+        assert_eq!(fake::calls("cuEventSynchronize"), 0);
     }
 
     #[test]

@@ -29,6 +29,7 @@ pub(crate) fn driver() -> Arc<Driver> {
         chip: "0.0".to_owned(),
         memory_len: 1 << 20,
         pci: String::new(),
+        node: None,
         handle: 0,
     };
     Arc::new(Driver {
@@ -75,10 +76,12 @@ stubs! {
     ctx_set_current: "cuCtxSetCurrent" = fn(*mut c_void);
     event_create: "cuEventCreate" = fn(*mut *mut c_void, c_uint);
     event_record: "cuEventRecord" = fn(*mut c_void, *mut c_void);
+    event_query: "cuEventQuery" = fn(*mut c_void);
     event_synchronize: "cuEventSynchronize" = fn(*mut c_void);
     event_destroy: "cuEventDestroy" = fn(*mut c_void);
     stream_create: "cuStreamCreate" = fn(*mut *mut c_void, c_uint);
     stream_synchronize: "cuStreamSynchronize" = fn(*mut c_void);
+    stream_wait_event: "cuStreamWaitEvent" = fn(*mut c_void, *mut c_void, c_uint);
     stream_destroy: "cuStreamDestroy" = fn(*mut c_void);
     mem_alloc: "cuMemAlloc" = fn(*mut u64, usize);
     mem_free: "cuMemFree" = fn(u64);

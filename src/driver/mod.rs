@@ -14,6 +14,7 @@
 mod copy;
 #[cfg(test)]
 pub(crate) mod fake;
+mod numa;
 mod pinned;
 mod process;
 mod sys;
@@ -24,8 +25,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
 
-pub use copy::{Copied, CopyQueue, DeviceMemory};
-pub use pinned::{BufferPool, PoolBuf, PoolClosed};
+use numa::Node;
+
+pub use copy::{Copied, CopyQueue, DeviceMemory, HostMemory, STREAMS_IN, STREAMS_OUT};
+pub use pinned::{BufferPool, PoolBuf, PoolClosed, PoolSlice};
 pub use process::{
     BeginError, CheckpointedProcess, CheckpointingProcess, Extent, LockedProcess, RestoringProcess,
     RunningProcess,
@@ -262,6 +265,8 @@ pub struct Device {
     pub memory_len: u64,
     /// PCI bus id, `0000:17:00.0`.
     pub pci: String,
+    /// Where it is plugged in, if that matters and is known.
+    node: Option<Node>,
     handle: CUdevice,
 }
 
@@ -430,13 +435,27 @@ impl Driver {
     /// # Errors
     /// [`DriverError::Call`] of any of the calls.
     pub fn free_memory(&self, device: usize) -> Result<u64, DriverError> {
+        self.memory(device).map(|(free, _total)| free)
+    }
+
+    /// Memory of a GPU in bytes that anybody uses now: the target, others, and our own context, which it needs.
+    ///
+    /// # Errors
+    /// [`DriverError::Call`] of any of the calls.
+    pub fn used_memory(&self, device: usize) -> Result<u64, DriverError> {
+        self.memory(device)
+            .map(|(free, total)| total.saturating_sub(free))
+    }
+
+    /// Free and total memory of a GPU in bytes.
+    fn memory(&self, device: usize) -> Result<(u64, u64), DriverError> {
         self.make_current(device)?;
         let (mut free, mut total) = (0_usize, 0_usize);
         // SAFETY: both out pointers are valid for the call.
         self.check("cuMemGetInfo", unsafe {
             (self.api.mem_get_info)(&raw mut free, &raw mut total)
         })?;
-        Ok(free as u64)
+        Ok((free as u64, total as u64))
     }
 
     fn retain(&self, device: &Device) -> Result<PrimaryContext, DriverError> {
@@ -543,6 +562,7 @@ fn look_at_device(api: &sys::Api, ordinal: u32) -> Result<Device, DriverError> {
         name,
         chip: format!("{major}.{minor}"),
         memory_len: memory_len as u64,
+        node: Node::of_gpu(&pci),
         pci,
         handle,
     })

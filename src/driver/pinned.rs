@@ -4,19 +4,26 @@
 //! (the driver or the kernel's memlock limit), at construction only; waiting for a buffer after the pool was closed.
 //!
 //! The memory is ordinary memory that is then registered, not `cuMemHostAlloc`'s: registering touched memory is the cheaper of the two (design notes), and the same pool
-//! serves commands that run without a GPU. It is not write-combined: the CPU reads every byte of it.
+//! serves commands that run without a GPU. It is not write-combined: the CPU reads every byte of it. It is mapped afresh, asked for in huge pages and touched by several threads,
+//! because page by page the kernel gives less than 2 GB/s; those threads run on the NUMA node of the GPU that the memory is for, so that it lies there.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_void;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use super::numa::Node;
 use super::{Driver, DriverError};
 
-/// Alignment of the region: a huge page, so that the kernel can back it with few.
-const REGION_ALIGN: usize = 2 << 20;
+/// Length and alignment of a huge page.
+const HUGE_PAGE: usize = 2 << 20;
+/// Least length of a page; every one is touched.
+const PAGE: usize = 4 << 10;
+/// Bytes that make another touching thread worth its start.
+const TOUCH_LEN: usize = 16 << 20;
 /// CU_MEMHOSTREGISTER_PORTABLE: pinned for every context, not only the current one.
 const REGISTER_PORTABLE: u32 = 1;
 
@@ -38,6 +45,13 @@ pub struct PoolBuf {
     index: usize,
 }
 
+/// A part of a buffer, to read, beside others that read theirs. The buffer goes back to its pool when the last of them is dropped.
+#[derive(Debug, Clone)]
+pub struct PoolSlice {
+    buffer: Arc<PoolBuf>,
+    range: Range<usize>,
+}
+
 #[derive(Debug)]
 struct Inner {
     region: Region,
@@ -53,11 +67,21 @@ struct Free {
     closed: bool,
 }
 
-/// One allocation, registered with the driver if there is one.
+impl Free {
+    /// No buffer is free, and one may still come.
+    fn is_worth_a_wait(&self) -> bool {
+        self.indices.is_empty() && !self.closed
+    }
+}
+
+/// One mapping of our own, registered with the driver if there is one.
 #[derive(Debug)]
 struct Region {
+    /// Inside the mapping, at the start of a huge page.
     base: NonNull<u8>,
-    layout: Layout,
+    len: usize,
+    mapping: NonNull<u8>,
+    mapping_len: usize,
     registered_with: Option<Arc<Driver>>,
 }
 
@@ -67,17 +91,18 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl BufferPool {
-    /// A pool of `count` buffers of `buffer_len` bytes (both at least 1), touched, and pinned with `driver` when one is given (device 0's context must be retained).
+    /// A pool of `count` buffers of `buffer_len` bytes (both at least 1), touched. With `beside` it is for copies of that device (by its index): near it, and pinned for
+    /// every GPU; the device's context must be retained.
     ///
     /// # Errors
     /// [`DriverError::HostMemory`] when the memory cannot be had, [`DriverError::Pin`] when it cannot be pinned.
     pub fn new(
         count: usize,
         buffer_len: usize,
-        driver: Option<&Arc<Driver>>,
+        beside: Option<(&Arc<Driver>, usize)>,
     ) -> Result<Self, DriverError> {
         let len = count.saturating_mul(buffer_len).max(1);
-        let region = Region::new(len, driver)?;
+        let region = Region::new(len, beside)?;
         Ok(Self {
             inner: Arc::new(Inner {
                 region,
@@ -98,37 +123,45 @@ impl BufferPool {
     /// [`PoolClosed`] once [`BufferPool::close`] was called.
     pub fn acquire(&self) -> Result<(PoolBuf, Duration), PoolClosed> {
         let started = Instant::now();
-        let mut free = self.inner.lock();
-        loop {
-            if free.closed {
-                return Err(PoolClosed);
-            }
-            if let Some(index) = free.indices.pop() {
-                return Ok((
-                    PoolBuf {
-                        inner: Arc::clone(&self.inner),
-                        index,
-                    },
-                    started.elapsed(),
-                ));
-            }
-            free = self
-                .inner
-                .returned
-                .wait(free)
-                .unwrap_or_else(PoisonError::into_inner);
+        let free = self.inner.lock();
+        let free = self
+            .inner
+            .returned
+            .wait_while(free, |free| free.is_worth_a_wait());
+        let free = free.unwrap_or_else(PoisonError::into_inner);
+        self.take(free).map(|buffer| (buffer, started.elapsed()))
+    }
+
+    /// Waits for a buffer, so long at most. `None` when none was returned in that time.
+    ///
+    /// # Errors
+    /// [`PoolClosed`] once [`BufferPool::close`] was called.
+    pub fn acquire_within(&self, patience: Duration) -> Result<Option<PoolBuf>, PoolClosed> {
+        let free = self.inner.lock();
+        let waited = self
+            .inner
+            .returned
+            .wait_timeout_while(free, patience, |free| free.is_worth_a_wait());
+        let (free, _timed_out) = waited.unwrap_or_else(PoisonError::into_inner);
+        if free.is_worth_a_wait() {
+            return Ok(None);
         }
+        self.take(free).map(Some)
     }
 
     /// A buffer if one is free now and the pool is open.
     pub fn try_acquire(&self) -> Option<PoolBuf> {
-        let mut free = self.inner.lock();
-        if free.closed {
-            return None;
-        }
-        free.indices.pop().map(|index| PoolBuf {
-            inner: Arc::clone(&self.inner),
-            index,
+        self.take(self.inner.lock()).ok()
+    }
+
+    /// A free buffer; none is free in a closed pool.
+    fn take(&self, mut free: MutexGuard<'_, Free>) -> Result<PoolBuf, PoolClosed> {
+        let index = free.indices.pop().filter(|_| !free.closed);
+        index.map_or(Err(PoolClosed), |index| {
+            Ok(PoolBuf {
+                inner: Arc::clone(&self.inner),
+                index,
+            })
         })
     }
 
@@ -161,14 +194,14 @@ impl BufferPool {
 }
 
 impl Inner {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Free> {
+    fn lock(&self) -> MutexGuard<'_, Free> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl PoolBuf {
     fn start(&self) -> NonNull<u8> {
-        // SAFETY: index < count, so the offset is inside the one allocation of count * buffer_len bytes.
+        // SAFETY: index < count, so the offset is inside the one mapping of at least count * buffer_len bytes.
         unsafe {
             self.inner
                 .region
@@ -187,7 +220,7 @@ impl Deref for PoolBuf {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: this buffer is the only owner of its index, the memory was zeroed at allocation and lives as long as `inner`. A copy by the
+        // SAFETY: this buffer is the only owner of its index, the memory was mapped as zeros and lives as long as `inner`. A copy by the
         // driver into it is under way only while a CopyQueue owns the buffer, which gives out no reference.
         unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.inner.buffer_len) }
     }
@@ -206,6 +239,36 @@ impl DerefMut for PoolBuf {
     }
 }
 
+impl PoolSlice {
+    /// These bytes of a buffer.
+    ///
+    /// # Panics
+    /// When the range is not inside the buffer.
+    pub fn new(buffer: Arc<PoolBuf>, range: Range<usize>) -> Self {
+        assert!(
+            buffer.get(range.clone()).is_some(),
+            "bytes {range:?} of a buffer of {}",
+            buffer.len()
+        );
+        Self { buffer, range }
+    }
+
+    /// Address of the first byte, for the driver.
+    pub(super) fn as_device_visible(&self) -> *mut c_void {
+        self.buffer
+            .as_device_visible()
+            .wrapping_byte_add(self.range.start)
+    }
+}
+
+impl Deref for PoolSlice {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.buffer[self.range.clone()]
+    }
+}
+
 impl Drop for PoolBuf {
     fn drop(&mut self) {
         self.inner.lock().indices.push(self.index);
@@ -214,42 +277,104 @@ impl Drop for PoolBuf {
 }
 
 impl Region {
-    fn new(len: usize, driver: Option<&Arc<Driver>>) -> Result<Self, DriverError> {
+    fn new(len: usize, beside: Option<(&Arc<Driver>, usize)>) -> Result<Self, DriverError> {
         let no_memory = || DriverError::HostMemory { len };
-        let layout = Layout::from_size_align(len, REGION_ALIGN)
+        // A shorter one has no room for a huge page, wherever it starts.
+        let slack = if len < HUGE_PAGE { 0 } else { HUGE_PAGE };
+        let mapping_len = len.checked_add(slack).ok_or_else(no_memory)?;
+        // SAFETY: a new private mapping, at an address that the kernel chooses, touches nothing that is there.
+        let mapping = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                mapping_len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        };
+        let mapping = mapping
             .ok()
-            .ok_or_else(no_memory)?;
-        // SAFETY: the layout has a length of at least 1.
-        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(no_memory)?;
+            .and_then(|address| NonNull::new(address.cast()));
+        let mapping: NonNull<u8> = mapping.ok_or_else(no_memory)?;
+        let to_huge_page = match slack {
+            0 => 0,
+            _ => mapping.align_offset(HUGE_PAGE).min(slack),
+        };
         let mut region = Self {
-            base,
-            layout,
+            // SAFETY: at most `slack` bytes into a mapping that is `slack` bytes longer than the region.
+            base: unsafe { mapping.add(to_huge_page) },
+            len,
+            mapping,
+            mapping_len,
             registered_with: None,
         };
-        region.touch();
-        if let Some(driver) = driver {
-            region.register(driver).map_err(|source| DriverError::Pin {
-                len,
-                source: Box::new(source),
-            })?;
+        region.ask_for_huge_pages();
+        let node = beside.and_then(|(driver, device)| driver.devices()[device].node.as_ref());
+        region.touch(node);
+        if let Some((driver, device)) = beside {
+            region
+                .register(driver, device)
+                .map_err(|source| DriverError::Pin {
+                    len,
+                    source: Box::new(source),
+                })?;
         }
         Ok(region)
     }
 
-    /// Makes the kernel give every page now: a page fault after BEGIN would be paid inside the notice.
-    fn touch(&mut self) {
-        for offset in (0..self.layout.size()).step_by(4096) {
-            // SAFETY: the offset is inside the allocation, and nobody else has it yet. Volatile, or the store of a zero over a zero is removed.
+    /// For the whole huge pages of the region and nothing behind them, so that no more memory is taken than was planned.
+    fn ask_for_huge_pages(&self) {
+        let whole = self.len - self.len % HUGE_PAGE;
+        if whole > 0 {
+            // SAFETY: the range is inside our mapping, and the advice changes no byte of it.
+            let asked = unsafe { madvise(self.base.as_ptr().cast(), whole, Advice::LinuxHugepage) };
+            if let Err(error) = asked {
+                tracing::debug!(%error, "no huge pages for buffers");
+            }
+        }
+    }
+
+    /// Makes the kernel give every page now: a page fault after BEGIN would be paid inside the notice. The kernel puts a page where the thread runs that touches it first.
+    fn touch(&mut self, node: Option<&Node>) {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = self.len.div_ceil(TOUCH_LEN).min(processors);
+        let share = self.len.div_ceil(threads).next_multiple_of(HUGE_PAGE);
+        if threads == 1 && node.is_none() {
+            return self.touch_share(0..self.len);
+        }
+        let region = &*self;
+        std::thread::scope(|scope| {
+            for start in (0..self.len).step_by(share) {
+                let range = start..self.len.min(start + share);
+                let settle_and_touch = {
+                    let range = range.clone();
+                    move || {
+                        node.inspect(|node| node.settle());
+                        region.touch_share(range);
+                    }
+                };
+                let spawned = std::thread::Builder::new().spawn_scoped(scope, settle_and_touch);
+                if spawned.is_err() {
+                    // No thread to be had: then this one does it, from wherever it runs.
+                    region.touch_share(range);
+                }
+            }
+        });
+    }
+
+    /// Writes to every page that starts in this range of the region; each share is one thread's.
+    fn touch_share(&self, range: Range<usize>) {
+        for offset in range.step_by(PAGE) {
+            // SAFETY: the offset is inside the mapping, and nobody else has this share yet. Volatile, or the store of a zero over a zero is removed.
             unsafe { self.base.add(offset).write_volatile(0) };
         }
     }
 
-    fn register(&mut self, driver: &Arc<Driver>) -> Result<(), DriverError> {
-        driver.make_current(0)?;
+    fn register(&mut self, driver: &Arc<Driver>, device: usize) -> Result<(), DriverError> {
+        driver.make_current(device)?;
         let address = self.base.as_ptr().cast::<c_void>();
-        // SAFETY: the range is our own allocation, and stays until `drop` has unregistered it.
+        // SAFETY: the range is our own mapping, and stays until `drop` has unregistered it.
         driver.check("cuMemHostRegister", unsafe {
-            (driver.api.mem_host_register)(address, self.layout.size(), REGISTER_PORTABLE)
+            (driver.api.mem_host_register)(address, self.len, REGISTER_PORTABLE)
         })?;
         self.registered_with = Some(Arc::clone(driver));
         Ok(())
@@ -265,7 +390,7 @@ impl Drop for Region {
                 .make_current(0)
                 .map(|()| unsafe { (driver.api.mem_host_unregister)(address) });
             if !matches!(code, Ok(0)) {
-                // Memory that the driver still knows must not go back to the allocator.
+                // Memory that the driver still knows must not be used for anything else.
                 tracing::warn!(
                     ?code,
                     "cannot unpin the ring; its memory is kept until exit"
@@ -273,8 +398,10 @@ impl Drop for Region {
                 return;
             }
         }
-        // SAFETY: allocated in `new` with this layout, and no buffer is left.
-        unsafe { dealloc(self.base.as_ptr(), self.layout) };
+        // SAFETY: mapped in `new` with this length, and no buffer is left.
+        if let Err(error) = unsafe { munmap(self.mapping.as_ptr().cast(), self.mapping_len) } {
+            tracing::warn!(%error, "cannot give memory back");
+        }
     }
 }
 
@@ -299,10 +426,35 @@ mod tests {
     }
 
     #[test]
+    fn a_long_pool_is_zeros_from_the_start_of_a_huge_page_on() {
+        // Long enough for several touching threads, and for a tail that is no huge page.
+        let (count, len) = (3, TOUCH_LEN + 5000);
+        let pool = BufferPool::new(count, len, None).unwrap();
+        let taken: Vec<PoolBuf> = (0..count).map(|_| pool.acquire().unwrap().0).collect();
+        assert!(taken[0].as_ptr().addr().is_multiple_of(HUGE_PAGE));
+        for buffer in &taken {
+            assert!(buffer.len() == len && buffer.iter().all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
     fn memory_that_is_not_to_be_had_is_no_answer_of_the_driver() {
         let error = BufferPool::new(usize::MAX, 2, None).unwrap_err();
         assert!(matches!(error, DriverError::HostMemory { len: usize::MAX }));
         assert_eq!(error.code(), None);
+    }
+
+    #[test]
+    fn a_wait_may_have_a_limit() {
+        let pool = BufferPool::new(1, 16, None).unwrap();
+        let moment = Duration::from_millis(1);
+        let held = pool.acquire_within(moment).unwrap();
+        assert!(held.is_some());
+        assert!(pool.acquire_within(moment).unwrap().is_none());
+        drop(held);
+        assert!(pool.acquire_within(moment).unwrap().is_some());
+        pool.close();
+        assert_eq!(pool.acquire_within(moment).err(), Some(PoolClosed));
     }
 
     #[test]

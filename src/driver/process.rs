@@ -439,7 +439,7 @@ fn read_extents(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver::{CopyQueue, fake};
+    use crate::driver::{CopyQueue, STREAMS_OUT, fake};
 
     #[test]
     fn an_operation_is_not_completed_while_a_queue_may_copy_from_it() {
@@ -466,14 +466,14 @@ mod tests {
             }
         };
         let process = begin();
-        let mut queue = CopyQueue::prepare(&driver, 0, 1).unwrap();
+        let mut queue: CopyQueue = CopyQueue::prepare(&driver, 0, 1, STREAMS_OUT).unwrap();
         queue.bind(process.extents()[0].clone()).unwrap();
         let refused = process.complete().unwrap_err();
         assert!(matches!(refused, DriverError::ExtentsInUse { pid: 7 }));
         assert_eq!(fake::calls("cuCheckpointOperationComplete"), 0);
 
         let process = begin();
-        let mut queue = CopyQueue::prepare(&driver, 0, 1).unwrap();
+        let mut queue: CopyQueue = CopyQueue::prepare(&driver, 0, 1, STREAMS_OUT).unwrap();
         queue.bind(process.extents()[0].clone()).unwrap();
         drop(queue);
         process.complete().unwrap();

@@ -125,9 +125,11 @@ api! {
         stream_create: c"cuStreamCreate" = fn(*mut CUstream, c_uint);
         stream_destroy: c"cuStreamDestroy" = fn(CUstream);
         stream_synchronize: c"cuStreamSynchronize" = fn(CUstream);
+        stream_wait_event: c"cuStreamWaitEvent" = fn(CUstream, CUevent, c_uint);
         stream_get_ctx: c"cuStreamGetCtx" = fn(CUstream, *mut CUcontext);
         event_create: c"cuEventCreate" = fn(*mut CUevent, c_uint);
         event_record: c"cuEventRecord" = fn(CUevent, CUstream);
+        event_query: c"cuEventQuery" = fn(CUevent);
         event_synchronize: c"cuEventSynchronize" = fn(CUevent);
         event_destroy: c"cuEventDestroy" = fn(CUevent);
     }

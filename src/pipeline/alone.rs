@@ -9,18 +9,18 @@ use tokio_util::sync::CancellationToken;
 
 use super::PipelineError;
 use super::abort::Abort;
-use super::copy::{CopyLane, RawChunk};
+use super::copy::{CopyLane, RawChunk, VerifiedChunk};
 use super::gauge::Gauge;
 use super::stage::spawn;
-use crate::driver::{BufferPool, CopyQueue, Extent};
+use crate::driver::{BufferPool, CopyQueue, Extent, HostMemory, PoolBuf, PoolSlice};
 use crate::plan::Chunks;
 use crate::progress::LaneMeter;
 
 /// One GPU's memory and the ring beside it.
 #[derive(Debug)]
-pub struct AloneLane {
+pub struct AloneLane<B: HostMemory> {
     /// Copies from and to the extent's GPU; prepared, not bound yet.
-    pub queue: CopyQueue,
+    pub queue: CopyQueue<B>,
     /// The memory.
     pub extent: Extent,
     /// Pinned buffers of one chunk each.
@@ -29,7 +29,7 @@ pub struct AloneLane {
     pub chunk_len: u64,
 }
 
-impl AloneLane {
+impl<B: HostMemory> AloneLane<B> {
     fn chunks(&self) -> Chunks {
         Chunks::new(self.extent.len, self.chunk_len)
     }
@@ -39,7 +39,7 @@ impl AloneLane {
 ///
 /// # Errors
 /// The first [`PipelineError`] of any lane.
-pub fn copy_out_alone(lanes: Vec<AloneLane>) -> Result<(), PipelineError> {
+pub fn copy_out_alone(lanes: Vec<AloneLane<PoolBuf>>) -> Result<(), PipelineError> {
     each_lane(lanes, |lane, abort, index, gauge, meter| {
         let (out, chunks) = unbounded();
         std::thread::scope(|scope| {
@@ -69,7 +69,7 @@ pub fn copy_out_alone(lanes: Vec<AloneLane>) -> Result<(), PipelineError> {
 ///
 /// # Errors
 /// The first [`PipelineError`] of any lane.
-pub fn copy_in_alone(lanes: Vec<AloneLane>) -> Result<(), PipelineError> {
+pub fn copy_in_alone(lanes: Vec<AloneLane<PoolSlice>>) -> Result<(), PipelineError> {
     each_lane(lanes, |lane, abort, index, gauge, meter| {
         let (chunks_out, chunks_in) = unbounded();
         let (primed_out, _primed) = bounded(1);
@@ -84,11 +84,10 @@ pub fn copy_in_alone(lanes: Vec<AloneLane>) -> Result<(), PipelineError> {
                     let (buffer, _waited) =
                         ring.acquire().map_err(|_closed| PipelineError::Cancelled)?;
                     let range = chunks.range(index_in_extent);
-                    let chunk = RawChunk {
-                        lane: index,
+                    let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+                    let chunk = VerifiedChunk {
                         index: index_in_extent,
-                        buffer,
-                        len: usize::try_from(range.end - range.start).unwrap_or(usize::MAX),
+                        bytes: PoolSlice::new(Arc::new(buffer), 0..len),
                     };
                     chunks_out
                         .send(chunk)
@@ -106,7 +105,7 @@ pub fn copy_in_alone(lanes: Vec<AloneLane>) -> Result<(), PipelineError> {
             };
             // An error must end the feed here: the scope waits for it.
             abort.guard("copy", || {
-                copy.copy_in(lane.queue, &chunks_in, &primed_out, &extent_in)
+                copy.copy_in(lane.queue, &chunks_in, 1, &primed_out, &extent_in)
             });
         });
         Ok(())
@@ -114,9 +113,9 @@ pub fn copy_in_alone(lanes: Vec<AloneLane>) -> Result<(), PipelineError> {
 }
 
 /// Runs `work` in a thread per lane.
-fn each_lane(
-    lanes: Vec<AloneLane>,
-    work: impl Fn(AloneLane, &Abort, usize, &Gauge, &LaneMeter) -> Result<(), PipelineError> + Sync,
+fn each_lane<B: HostMemory + Send>(
+    lanes: Vec<AloneLane<B>>,
+    work: impl Fn(AloneLane<B>, &Abort, usize, &Gauge, &LaneMeter) -> Result<(), PipelineError> + Sync,
 ) -> Result<(), PipelineError> {
     let pools = lanes.iter().map(|lane| lane.ring.clone()).collect();
     let abort = Arc::new(Abort::new(pools, CancellationToken::new()));

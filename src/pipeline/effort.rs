@@ -269,13 +269,19 @@ mod tests {
                 true => (computing * 1.5).min(self.cores * seconds),
                 false => computing,
             };
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "some megabytes"
+            )]
+            let stored = (raw_rate * stored_share * seconds * 1e9) as u64;
             let span = Span {
                 busy: Duration::from_secs_f64(busy),
                 computing: Duration::from_secs_f64(computing),
                 idle: Duration::from_secs_f64(self.cores * seconds - busy),
                 process: Duration::from_secs_f64(process),
                 available: Duration::from_secs_f64(self.cores * seconds),
-                stored: (raw_rate * stored_share * seconds * 1e9) as u64,
+                stored,
             };
             let outcome = Outcome {
                 raw_rate,

@@ -1,6 +1,9 @@
 //! Load: objects → extents, or to nowhere (to verify). The mirror of save, with the same stages from last to first.
 //!
-//! Fetching and verifying start before the driver is asked: the rings fill first. A chunk goes to a GPU only after its frame was decoded and its digest compared.
+//! Fetching and verifying start before the driver is asked: the buffers fill first. A chunk goes to a GPU only after its frame was decoded and its digest compared.
+//!
+//! A fetched range lands in a fetch buffer, copied once, out of the connection's own memory. A raw frame lands without what stands between its blocks, so that its chunk lies there in one piece:
+//! it is verified and goes to the GPU from there. Every other frame is decoded into a ring buffer.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,17 +17,17 @@ use tokio::task::{JoinError, JoinSet};
 
 use super::PipelineError;
 use super::abort::Abort;
-use super::copy::{CopyLane, RawChunk};
+use super::copy::{CopyLane, VerifiedChunk};
 use super::gauge::{Gauge, Wire, slowest, watch_pools};
 use super::stage::spawn;
 use super::transfer::task_panicked;
-use crate::codec::{Decoder, FrameError};
-use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
+use crate::codec::{Decoder, Digest, FrameError, FrameKind, RawFrame, frame_bound};
+use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf, PoolSlice};
 use crate::manifest::{FrameEntry, FrameTable};
 use crate::outcome::StageOutcome;
-use crate::plan::{Chunks, FetchGroup, fetch_groups};
+use crate::plan::{Chunks, FetchGroup, LANDING_ALIGN, fetch_groups};
 use crate::progress::{LaneMeter, Meter};
-use crate::store::{Key, Store};
+use crate::store::{Key, RangeSink, Store};
 
 /// One object and the extent that it becomes.
 #[derive(Debug)]
@@ -39,7 +42,7 @@ pub struct LoadLane<'a> {
     pub raw_len: u64,
     /// Chunk length in bytes.
     pub chunk_len: u64,
-    /// Buffers of one chunk each; pinned when they go to a GPU.
+    /// Buffers of one chunk each, at least one; pinned when they go to a GPU.
     pub ring: BufferPool,
     /// Progress.
     pub meter: Arc<LaneMeter>,
@@ -54,8 +57,10 @@ pub struct LoadResources {
     pub runtime: tokio::runtime::Handle,
     /// One decompressor per thread.
     pub decoders: Vec<Decoder>,
-    /// Buffers for ranges of an object; their number bounds the ranges in flight.
+    /// Buffers for ranges of an object, of [`fetch_buffer_len`](crate::plan::fetch_buffer_len) each, pinned as the rings are; their number bounds the ranges in flight.
     pub fetch_buffers: BufferPool,
+    /// Most bytes of a range.
+    pub fetch_len_max: u64,
     /// Progress.
     pub meter: Arc<Meter>,
     /// Cancelled by the caller to give the transfer up.
@@ -69,7 +74,7 @@ pub enum Destination<'a> {
     /// Onto GPUs.
     Gpus {
         /// One prepared queue per lane.
-        queues: Vec<CopyQueue>,
+        queues: Vec<CopyQueue<PoolSlice>>,
         /// Asks the driver, once the first verified chunks wait in the rings; returns one extent per lane, in order.
         begin: Box<dyn FnOnce() -> Result<Vec<Extent>, PipelineError> + 'a>,
     },
@@ -116,9 +121,12 @@ pub fn load(
     });
     let fetched = ("fetched".to_owned(), resources.fetch_buffers.clone());
     let _watched = watch_pools(&meter, rings.chain([fetched]));
+    // Chunks that wait for their GPU may hold a fetch buffer each. While all lanes wait for less than their share, one is left to fetch into.
+    let share = resources.fetch_buffers.count() / lanes.len().max(1);
     let fetcher = Fetcher {
         store: Arc::clone(&resources.store),
         runtime: resources.runtime.clone(),
+        fetch_len_max: resources.fetch_len_max,
         buffers: resources.fetch_buffers,
         wire: Arc::clone(&wire),
         meter: resources.meter,
@@ -139,7 +147,8 @@ pub fn load(
         let (outs, copying) = match destination {
             Destination::Nowhere => (Vec::new(), None),
             Destination::Gpus { queues, begin } => {
-                let (outs, copiers) = Copiers::spawn(scope, lanes, queues, &copy_gauge, &abort);
+                let (outs, copiers) =
+                    Copiers::spawn(scope, lanes, queues, share, &copy_gauge, &abort);
                 (outs, Some((copiers, begin)))
             }
         };
@@ -171,22 +180,23 @@ pub fn load(
 }
 
 /// Where verified chunks of each lane go.
-type ChunkSenders = Vec<Sender<RawChunk>>;
+type ChunkSenders = Vec<Sender<VerifiedChunk>>;
 
 /// The copy threads, which wait for their extents.
 struct Copiers {
     /// Where each one's extent goes.
     extents: Vec<Sender<Extent>>,
-    /// The first full ring is announced here.
+    /// The first lane whose read-ahead is done is announced here.
     primed: Receiver<()>,
 }
 
 impl Copiers {
-    /// Starts one copy thread per lane.
+    /// Starts one copy thread per lane, which waits for as many chunks as the lane's ring and its `share` of the fetch buffers hold in any case.
     fn spawn<'scope, 'env>(
         scope: &'scope Scope<'scope, 'env>,
         lanes: &'env [LoadLane<'_>],
-        queues: Vec<CopyQueue>,
+        queues: Vec<CopyQueue<PoolSlice>>,
+        share: usize,
         gauge: &'env Gauge,
         abort: &'env Abort,
     ) -> (ChunkSenders, Self) {
@@ -199,6 +209,7 @@ impl Copiers {
             outs.push(out);
             extents.push(extent_out);
             let primed_out = primed_out.clone();
+            let ahead = lane.ring.count().min(share).max(1) as u64;
             spawn(scope, abort, ("copy", index), move || {
                 let copy = CopyLane {
                     lane: index,
@@ -208,13 +219,13 @@ impl Copiers {
                     meter: &lane.meter,
                     gauge,
                 };
-                copy.copy_in(queue, &input, &primed_out, &extent_in)
+                copy.copy_in(queue, &input, ahead, &primed_out, &extent_in)
             });
         }
         (outs, Self { extents, primed })
     }
 
-    /// Asks the driver once the first ring is full, and deals the extents out. Not at all if the run is given up before.
+    /// Asks the driver once the first lane has its read-ahead, and deals the extents out. Not at all if the run is given up before.
     fn begin(self, begin: impl FnOnce() -> Result<Vec<Extent>, PipelineError>, abort: &Abort) {
         if self.primed.recv().is_err() || abort.is_set() {
             return;
@@ -238,13 +249,21 @@ impl Copiers {
     }
 }
 
-/// One frame to decode, in a fetched range that it shares with its neighbours.
+/// One frame to verify, in a fetched range that it shares with its neighbours.
 struct DecodeJob {
     lane: usize,
     frame: FrameEntry,
-    fetched: Arc<PoolBuf>,
-    /// Where the frame is in the fetched buffer.
-    bytes: Range<usize>,
+    fetched: Fetched,
+}
+
+/// What was fetched of a frame.
+enum Fetched {
+    /// The frame.
+    Frame(PoolSlice),
+    /// The chunk that a raw frame holds.
+    Chunk(PoolSlice),
+    /// A frame that was to be raw, and is not one of ours.
+    NotRaw,
 }
 
 /// What the decompressor threads share.
@@ -260,40 +279,163 @@ impl Decoding<'_> {
         &self,
         mut decoder: Decoder,
         jobs: &Receiver<DecodeJob>,
-        outs: &[Sender<RawChunk>],
+        outs: &[Sender<VerifiedChunk>],
     ) -> Result<(), PipelineError> {
         loop {
             let idle = Instant::now();
             let Ok(job) = jobs.recv() else { return Ok(()) };
             self.gauge.starved(idle.elapsed());
             let lane = &self.lanes[job.lane];
-            let (mut buffer, waited) = lane
-                .ring
-                .acquire()
-                .map_err(|_closed| PipelineError::Cancelled)?;
-            self.gauge.blocked(waited);
-            let started = Instant::now();
             let len = job.frame.raw_len as usize;
-            let raw = &mut buffer[..len];
-            let stored = &job.fetched[job.bytes.clone()];
-            if let Err(error) = decoder.decode(stored, job.frame.filter, job.frame.digest, raw) {
-                self.again
-                    .decode(&mut decoder, lane, &job.frame, error, raw)?;
-            }
-            let label = job.frame.kind.name(job.frame.filter);
-            self.gauge
-                .busy_as(job.lane, label, len as u64, started.elapsed());
+            let bytes = match self.verify_in_place(&job) {
+                Some(chunk) => chunk,
+                None => self.decode(&mut decoder, lane, &job)?,
+            };
             lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
             if let Some(out) = outs.get(job.lane) {
-                let chunk = RawChunk {
-                    lane: job.lane,
-                    index: job.frame.index,
-                    buffer,
-                    len,
-                };
-                out.send(chunk)
+                let index = job.frame.index;
+                out.send(VerifiedChunk { index, bytes })
                     .map_err(|_closed| PipelineError::Cancelled)?;
             }
+        }
+    }
+
+    /// The chunk where it landed, if it did and is the one that was saved.
+    fn verify_in_place(&self, job: &DecodeJob) -> Option<PoolSlice> {
+        let Fetched::Chunk(chunk) = &job.fetched else {
+            return None;
+        };
+        let started = Instant::now();
+        let is_the_one = Digest::of(chunk) == job.frame.digest;
+        let (bytes, label) = (chunk.len() as u64, job.frame.kind.name(job.frame.filter));
+        self.gauge
+            .busy_as(job.lane, label, bytes, started.elapsed());
+        is_the_one.then(|| chunk.clone())
+    }
+
+    /// The chunk in a ring buffer, decoded from its frame; what did not come as that frame is fetched again.
+    fn decode(
+        &self,
+        decoder: &mut Decoder,
+        lane: &LoadLane<'_>,
+        job: &DecodeJob,
+    ) -> Result<PoolSlice, PipelineError> {
+        let (mut buffer, waited) = lane
+            .ring
+            .acquire()
+            .map_err(|_closed| PipelineError::Cancelled)?;
+        self.gauge.blocked(waited);
+        let started = Instant::now();
+        let len = job.frame.raw_len as usize;
+        let raw = &mut buffer[..len];
+        let decoded = match &job.fetched {
+            Fetched::Frame(stored) => {
+                decoder.decode(stored, job.frame.filter, job.frame.digest, raw)
+            }
+            Fetched::Chunk(chunk) => Err(FrameError::Digest {
+                found: Digest::of(chunk),
+                expected: job.frame.digest,
+            }),
+            Fetched::NotRaw => Err(FrameError::Damaged {
+                reason: "it has other headers than a raw frame of ours",
+            }),
+        };
+        if let Err(error) = decoded {
+            self.again.decode(decoder, lane, &job.frame, error, raw)?;
+        }
+        let label = job.frame.kind.name(job.frame.filter);
+        self.gauge
+            .busy_as(job.lane, label, len as u64, started.elapsed());
+        Ok(PoolSlice::new(Arc::new(buffer), 0..len))
+    }
+}
+
+/// A range of frames on its way into a fetch buffer.
+struct Landing {
+    buffer: PoolBuf,
+    frames: Vec<LandingFrame>,
+    /// Index of the frame that the next byte belongs to.
+    at: usize,
+}
+
+struct LandingFrame {
+    entry: FrameEntry,
+    /// Where in the buffer.
+    place: Range<usize>,
+    /// Bytes of the frame that have come.
+    seen: usize,
+    /// Of a raw frame, whose content alone is kept.
+    raw: Option<RawFrame>,
+}
+
+impl Landing {
+    fn new(buffer: PoolBuf, entries: impl Iterator<Item = FrameEntry>) -> Self {
+        let mut end = 0_usize;
+        let frames = entries.map(|entry| {
+            let (stored_len, raw_len) = (entry.stored_len as usize, entry.raw_len as usize);
+            let is_raw = entry.kind == FrameKind::Raw && stored_len == frame_bound(raw_len);
+            let (start, len) = if is_raw {
+                (end.next_multiple_of(LANDING_ALIGN), raw_len)
+            } else {
+                (end, stored_len)
+            };
+            end = start + len;
+            LandingFrame {
+                entry,
+                place: start..end,
+                seen: 0,
+                raw: is_raw.then(|| RawFrame::new(raw_len)),
+            }
+        });
+        Self {
+            frames: frames.collect(),
+            buffer,
+            at: 0,
+        }
+    }
+
+    /// What has landed, frame by frame.
+    fn into_fetched(self) -> impl Iterator<Item = (FrameEntry, Fetched)> {
+        let buffer = Arc::new(self.buffer);
+        self.frames.into_iter().map(move |frame| {
+            let bytes = PoolSlice::new(Arc::clone(&buffer), frame.place);
+            let fetched = match frame.raw {
+                None => Fetched::Frame(bytes),
+                Some(raw) if raw.finish() => Fetched::Chunk(bytes),
+                Some(_damaged) => Fetched::NotRaw,
+            };
+            (frame.entry, fetched)
+        })
+    }
+}
+
+impl RangeSink for Landing {
+    fn restart(&mut self) {
+        self.at = 0;
+        for frame in &mut self.frames {
+            frame.seen = 0;
+            frame.raw = frame
+                .raw
+                .is_some()
+                .then(|| RawFrame::new(frame.entry.raw_len as usize));
+        }
+    }
+
+    fn put(&mut self, mut bytes: &[u8]) {
+        while let Some(frame) = self.frames.get_mut(self.at) {
+            let missing = frame.entry.stored_len as usize - frame.seen;
+            let (now, later) = bytes.split_at(missing.min(bytes.len()));
+            let place = &mut self.buffer[frame.place.clone()];
+            match &mut frame.raw {
+                Some(raw) => raw.take(now, place),
+                None => place[frame.seen..frame.seen + now.len()].copy_from_slice(now),
+            }
+            frame.seen += now.len();
+            if now.len() < missing {
+                return;
+            }
+            self.at += 1;
+            bytes = later;
         }
     }
 }
@@ -347,6 +489,7 @@ struct Fetcher {
     store: Arc<dyn Store>,
     runtime: tokio::runtime::Handle,
     buffers: BufferPool,
+    fetch_len_max: u64,
     wire: Arc<Wire>,
     meter: Arc<Meter>,
     abort: Arc<Abort>,
@@ -396,12 +539,11 @@ impl Fetcher {
         &self,
         lanes: &'a [LoadLane<'_>],
     ) -> impl Iterator<Item = (usize, FetchGroup)> + use<'a> {
-        let fetch_len_max = self.buffers.buffer_len() as u64;
         let mut queues: VecDeque<_> = lanes
             .iter()
             .enumerate()
             .map(|(index, lane)| {
-                let groups = fetch_groups(&lane.table.stored, fetch_len_max);
+                let groups = fetch_groups(&lane.table.stored, self.fetch_len_max);
                 (index, groups.into_iter())
             })
             .collect();
@@ -421,7 +563,7 @@ impl Fetcher {
         index: usize,
         lane: &LoadLane<'_>,
         group: FetchGroup,
-        mut buffer: PoolBuf,
+        buffer: PoolBuf,
         jobs: Sender<DecodeJob>,
     ) -> impl Future<Output = Result<(), PipelineError>> + Send + use<> {
         let (store, abort) = (Arc::clone(&self.store), Arc::clone(&self.abort));
@@ -431,36 +573,31 @@ impl Fetcher {
         let frames = lane
             .table
             .entries_from(group.frames.clone(), group.bytes.start);
-        let frames: Vec<FrameEntry> = frames.collect();
+        let mut landing = Landing::new(buffer, frames);
         async move {
-            let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
+            let len = group.bytes.end - group.bytes.start;
             let request = wire.enter(index, group.frames.start as u64);
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let read = tokio::select! {
-                read = store.get_range(&key, group.bytes.clone(), etag.as_deref(), &mut buffer[..len]) => Some(read),
+                read = store.read_range(&key, group.bytes, etag.as_deref(), &mut landing) => Some(read),
                 () = abort.token().cancelled() => None,
             };
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
-            let is_read = matches!(read, Some(Ok(())));
-            wire.leave(&request, if is_read { len as u64 } else { 0 });
+            let is_whole = matches!(read, Some(Ok(())));
+            wire.leave(&request, if is_whole { len } else { 0 });
             match read {
                 None => return Err(PipelineError::Cancelled),
                 Some(read) => read?,
             }
-            lane_meter.stored.fetch_add(len as u64, Ordering::Relaxed);
-            let fetched = Arc::new(buffer);
-            let mut start = 0;
-            for frame in frames {
-                let bytes = start..start + frame.stored_len as usize;
-                start = bytes.end;
+            lane_meter.stored.fetch_add(len, Ordering::Relaxed);
+            for (frame, fetched) in landing.into_fetched() {
                 lane_meter
                     .fetched
                     .fetch_add(u64::from(frame.raw_len), Ordering::Relaxed);
                 let job = DecodeJob {
                     lane: index,
                     frame,
-                    fetched: Arc::clone(&fetched),
-                    bytes,
+                    fetched,
                 };
                 jobs.send(job).map_err(|_closed| PipelineError::Cancelled)?;
             }
@@ -472,8 +609,114 @@ impl Fetcher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::{Digest, Filter, FrameKind};
+    use crate::codec::sample_data::frame_of;
+    use crate::codec::{Encoder, Filter, Settings};
     use crate::store::faulty::{Fault, Faulty};
+    use crate::store::memory::MemoryStore;
+
+    /// Three chunks as an object: two raw ones around one that compresses. And the table.
+    fn object(chunk_len: usize) -> (Vec<Vec<u8>>, Vec<u8>, FrameTable) {
+        let mut random = fastrand::Rng::with_seed(5);
+        let mut chunk = |len: usize| -> Vec<u8> {
+            let mut chunk = vec![0; len];
+            random.fill(&mut chunk);
+            chunk
+        };
+        let chunks = vec![chunk(chunk_len), vec![7; chunk_len], chunk(chunk_len / 3)];
+        let raw_len: usize = chunks.iter().map(Vec::len).sum();
+        let mut table = FrameTable::new(raw_len as u64, chunk_len as u64);
+        let mut bytes = Vec::new();
+        let mut encoder = Encoder::new(Settings::default()).unwrap();
+        for chunk in &chunks {
+            let (frame, encoded) = frame_of(&mut encoder, chunk);
+            bytes.extend_from_slice(&frame);
+            let len = u32::try_from(frame.len()).unwrap();
+            table.push(len, encoded.kind, encoded.filter, encoded.digest);
+        }
+        (chunks, bytes, table)
+    }
+
+    #[test]
+    fn frames_land_side_by_side_and_raw_ones_as_their_chunks() {
+        let (chunks, bytes, table) = object(1 << 20);
+        let buffer_len = crate::plan::fetch_buffer_len(bytes.len() as u64);
+        let pool = BufferPool::new(1, usize::try_from(buffer_len).unwrap(), None).unwrap();
+        let mut damaged = bytes.clone();
+        // The last byte of the second raw frame's first block header.
+        let at = (table.stored[0] + table.stored[1]) as usize + 12;
+        damaged[at] ^= 1;
+        for piece_len in [1000, 300_000, usize::MAX] {
+            let frames = table.entries_from(0..3, 0);
+            let mut landing = Landing::new(pool.acquire().unwrap().0, frames);
+            // An attempt that was cut counts for nothing.
+            landing.restart();
+            landing.put(&damaged[..at + 1]);
+            landing.restart();
+            bytes.chunks(piece_len).for_each(|piece| landing.put(piece));
+            let landed: Vec<Fetched> = landing.into_fetched().map(|(_, it)| it).collect();
+            let [
+                Fetched::Chunk(first),
+                Fetched::Frame(second),
+                Fetched::Chunk(third),
+            ] = &landed[..]
+            else {
+                panic!("other forms than expected");
+            };
+            assert!(first[..] == chunks[0] && third[..] == chunks[2]);
+            let second_place = table.stored[0] as usize..at - 12;
+            assert_eq!(second[..], bytes[second_place]);
+            assert!(third.as_ptr().addr().is_multiple_of(64));
+        }
+        let mut landing = Landing::new(pool.acquire().unwrap().0, table.entries_from(0..3, 0));
+        landing.restart();
+        landing.put(&damaged);
+        let last = landing.into_fetched().last().map(|(_, fetched)| fetched);
+        assert!(matches!(last, Some(Fetched::NotRaw)));
+    }
+
+    #[test]
+    fn a_raw_chunk_that_is_damaged_is_named() {
+        let (_chunks, bytes, table) = object(1 << 20);
+        let key = Key::new("object").unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+        let buffer_len = crate::plan::fetch_buffer_len(bytes.len() as u64);
+        let load_from = |object: Vec<u8>, table: &FrameTable| {
+            let store = MemoryStore::new();
+            let put = store.put_if_absent(&key, object.into());
+            runtime.block_on(put).unwrap();
+            let lane = LoadLane {
+                key: key.clone(),
+                etag: None,
+                table,
+                raw_len: table.raw_len,
+                chunk_len: table.chunk_len,
+                ring: BufferPool::new(1, 1 << 20, None).unwrap(),
+                meter: LaneMeter::new("GPU", table.raw_len),
+            };
+            let resources = LoadResources {
+                store: Arc::new(store),
+                runtime: runtime.handle().clone(),
+                decoders: vec![Decoder::new().unwrap()],
+                fetch_buffers: BufferPool::new(2, usize::try_from(buffer_len).unwrap(), None)
+                    .unwrap(),
+                fetch_len_max: bytes.len() as u64,
+                meter: Meter::new(),
+                cancel: tokio_util::sync::CancellationToken::new(),
+            };
+            load(&[lane], resources, Destination::Nowhere).map(drop)
+        };
+        load_from(bytes.clone(), &table).unwrap();
+        // In the content of a raw frame, and between two of its blocks.
+        for at in [1000, 10 + 3 + (128 << 10)] {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1;
+            let error = load_from(damaged, &table).unwrap_err();
+            assert!(
+                matches!(error, PipelineError::Frame { chunk: 0, .. }),
+                "{error:?}"
+            );
+        }
+    }
 
     #[test]
     fn a_fetch_that_fails_is_the_last_one() {
@@ -503,6 +746,7 @@ mod tests {
             runtime: runtime.handle().clone(),
             decoders: vec![Decoder::new().unwrap()],
             fetch_buffers: BufferPool::new(fetch_buffers, FRAME_LEN as usize, None).unwrap(),
+            fetch_len_max: u64::from(FRAME_LEN),
             meter: Meter::new(),
             cancel: tokio_util::sync::CancellationToken::new(),
         };

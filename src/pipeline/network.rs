@@ -10,8 +10,8 @@ use tokio::sync::Semaphore;
 
 use crate::store::memory::MemoryStore;
 use crate::store::{
-    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, Store, StoreError,
-    UploadId,
+    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, Store,
+    StoreError, UploadId,
 };
 
 /// See the module.
@@ -114,14 +114,14 @@ impl Store for Network {
         self.inner.get(key, len_max)
     }
 
-    fn get_range<'a>(
+    fn read_range<'a>(
         &'a self,
         key: &'a Key,
         range: Range<u64>,
         if_match: Option<&'a str>,
-        out: &'a mut [u8],
+        sink: &'a mut dyn RangeSink,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.inner.get_range(key, range, if_match, out)
+        self.inner.read_range(key, range, if_match, sink)
     }
 
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {

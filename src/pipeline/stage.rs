@@ -87,6 +87,7 @@ mod tests {
                 runtime: runtime.handle().clone(),
                 decoders: vec![Decoder::new().unwrap()],
                 fetch_buffers: pool(),
+                fetch_len_max: 64,
                 meter: Meter::new(),
                 cancel: CancellationToken::new(),
             },

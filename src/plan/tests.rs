@@ -57,6 +57,7 @@ fn a_small_budget_holds_any_one_gpu() {
         raw_len: 4 * GIB,
         chunk_len: 4 * MIB,
         frame_len_max: 4_194_415,
+        frames_len: 4 * GIB,
     };
     for lanes in [vec![lane], vec![lane; 8]] {
         let plan = plan_load(&lanes, &load_settings(256 * MIB)).unwrap();
@@ -78,6 +79,7 @@ fn plenty_of_memory_reaches_every_limit_and_stops() {
         raw_len: 80 * GIB,
         chunk_len: 16 * MIB,
         frame_len_max: 100,
+        frames_len: GIB,
     };
     let plan = plan_load(&[lane; 8], &load_settings(1 << 40)).unwrap();
     assert_eq!((plan.ring_chunks, plan.fetch_buffers), (8, 16 + 8));
@@ -98,6 +100,59 @@ fn parts_in_flight_have_memory_whatever_the_data() {
         let compressed = packed + parts(plan.frame_buffers - threads as usize - 1, plan.chunk_len);
         assert!(raw > in_flight && compressed > in_flight, "{plan:?}");
     }
+}
+
+#[test]
+fn a_small_save_takes_no_more_buffers_than_it_can_fill() {
+    let plan = plan_save(&[80 * GIB; 2], &settings(1 << 40)).unwrap();
+    let small = plan.clone().for_memory_in_use(&[40 * MIB, 70 * MIB]);
+    // At least 64 MiB each: chunks and parts are 16 MiB long.
+    assert_eq!(small.ring_chunks, 5);
+    assert_eq!(small.pack_buffers, 64 + 70);
+    assert_eq!(
+        small.frame_buffers,
+        plan.frame_buffers
+            .min(4 + 5)
+            .max(small.threads as usize + 1)
+    );
+    assert_eq!(
+        (small.chunk_len, small.part_len, small.threads),
+        (plan.chunk_len, plan.part_len, plan.threads)
+    );
+    let ring = (plan.ring_chunks - small.ring_chunks) as u64 * 2 * 16 * MIB;
+    let packs = (plan.pack_buffers - small.pack_buffers) as u64 * PACK_LEN;
+    let frames = (plan.frame_buffers - small.frame_buffers) as u64 * plan.frame_len_max as u64;
+    assert_eq!(plan.total_bytes - small.total_bytes, ring + frames + packs);
+    assert_eq!(plan.clone().for_memory_in_use(&[80 * GIB; 2]), plan);
+    // What keeps everything moving stays, whatever the driver counts.
+    let coarse = SaveSettings {
+        chunk_size: Some(64 * MIB),
+        part_size: Some(512 * MIB),
+        ..settings(1 << 40)
+    };
+    let emptied = plan_save(&[80 * GIB; 2], &coarse).unwrap();
+    let emptied = emptied.for_memory_in_use(&[0; 2]);
+    assert_eq!(
+        (
+            emptied.ring_chunks,
+            emptied.pack_buffers,
+            emptied.frame_buffers
+        ),
+        (2, 3 * 512, emptied.threads as usize + 1)
+    );
+}
+
+#[test]
+fn a_small_image_takes_no_more_buffers_than_it_fills() {
+    let lane = LoadLane {
+        raw_len: 10 * MIB,
+        chunk_len: 4 * MIB,
+        frame_len_max: 4_194_415,
+        frames_len: 9 * MIB,
+    };
+    let plan = plan_load(&[lane], &load_settings(1 << 40)).unwrap();
+    assert_eq!(plan.fetch_len_max, 9 * MIB);
+    assert_eq!((plan.ring_chunks, plan.fetch_buffers), (3, 2));
 }
 
 #[test]
@@ -188,6 +243,7 @@ fn a_restore_reads_shorter_before_it_gives_up() {
         raw_len: 4 * GIB,
         chunk_len: 4 * MIB,
         frame_len_max: 2_000_000,
+        frames_len: GIB,
     };
     let plan = plan_load(&[lane], &load_settings(20 * MIB)).unwrap();
     assert!(plan.total_bytes <= 20 * MIB);
@@ -288,7 +344,7 @@ proptest! {
 
     #[test]
     fn loads_fit_the_budget(
-        lanes in proptest::collection::vec((0..TB, 20..27u32, any::<u32>()), 0..9),
+        lanes in proptest::collection::vec((0..TB, 20..27u32, any::<u32>(), 0..TB), 0..9),
         memory_budget in prop_oneof![0..GIB, 0..TB],
         budget_is_set: bool,
         threads in 1..200u32,
@@ -296,7 +352,7 @@ proptest! {
     ) {
         let lanes: Vec<LoadLane> = lanes
             .into_iter()
-            .map(|(raw_len, log, frame_len_max)| LoadLane { raw_len, chunk_len: 1 << log, frame_len_max })
+            .map(|(raw_len, log, frame_len_max, frames_len)| LoadLane { raw_len, chunk_len: 1 << log, frame_len_max, frames_len })
             .collect();
         let settings = LoadSettings { memory_budget, budget_is_set, threads, parallelism };
         let Ok(plan) = plan_load(&lanes, &settings) else {

@@ -17,7 +17,9 @@ use crate::manifest::{ExtentRecord, FrameTable};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
-use crate::plan::{self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_groups, plan_load};
+use crate::plan::{
+    self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_buffer_len, fetch_groups, plan_load,
+};
 use crate::progress::LaneMeter;
 use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
@@ -188,6 +190,7 @@ pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, L
         &plan,
         Arc::clone(&session.store),
         session.cancel.clone(),
+        None,
     )?;
     match pipeline::load(&lanes, resources, Destination::Nowhere) {
         Err(_) if session.cancel.is_cancelled() => Err(Interrupted.into()),
@@ -204,6 +207,7 @@ pub(super) fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, Pl
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
             frame_len_max: table.frame_len_max(),
+            frames_len: table.frames_len(),
         })
         .collect();
     plan_load(&shapes, &load_settings(session))
@@ -219,11 +223,12 @@ fn load_settings(session: &Session) -> LoadSettings {
     }
 }
 
+/// The lanes of a load; `to` names the driver and the GPU of each lane, when the bytes go to any.
 pub(super) fn lanes<'a>(
     session: &Session,
     image: &'a Image,
     plan: &LoadPlan,
-    driver: Option<&Arc<Driver>>,
+    to: Option<(&Arc<Driver>, &[usize])>,
 ) -> Result<Vec<LoadLane<'a>>, LoadFailed> {
     let mut lanes = Vec::new();
     let tables = image.tables.iter().flatten();
@@ -236,7 +241,11 @@ pub(super) fn lanes<'a>(
             table,
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
-            ring: BufferPool::new(plan.ring_chunks, chunk_len, driver)?,
+            ring: BufferPool::new(
+                plan.ring_chunks,
+                chunk_len,
+                to.map(|(driver, gpus)| (driver, gpus[index])),
+            )?,
             meter: LaneMeter::new(format!("GPU {index}"), extent.raw_len),
         });
     }
@@ -251,8 +260,11 @@ pub(super) fn resources(
     plan: &LoadPlan,
     store: Arc<dyn Store>,
     cancel: CancellationToken,
+    to: Option<(&Arc<Driver>, &[usize])>,
 ) -> Result<LoadResources, LoadFailed> {
-    let fetch_len = usize::try_from(plan.fetch_len_max).unwrap_or(usize::MAX);
+    let buffer_len = usize::try_from(fetch_buffer_len(plan.fetch_len_max)).unwrap_or(usize::MAX);
+    // Shared by all lanes, so beside one GPU of them: pinned for all, near to that one.
+    let beside = to.and_then(|(driver, gpus)| Some((driver, *gpus.first()?)));
     let mut decoders = Vec::new();
     for _ in 0..plan.threads {
         decoders.push(Decoder::new()?);
@@ -261,7 +273,8 @@ pub(super) fn resources(
         store,
         runtime: session.runtime.clone(),
         decoders,
-        fetch_buffers: BufferPool::new(plan.fetch_buffers, fetch_len, None)?,
+        fetch_buffers: BufferPool::new(plan.fetch_buffers, buffer_len, beside)?,
+        fetch_len_max: plan.fetch_len_max,
         meter: Arc::clone(&session.meter),
         cancel,
     })
@@ -362,6 +375,7 @@ fn cat_extent(
         raw_len: record.raw_len,
         chunk_len: record.chunk_len,
         frame_len_max: extent.table.frame_len_max(),
+        frames_len: extent.table.frames_len(),
     };
     let plan = plan_load(&[shape], &load_settings(session)).map_err(LoadFailed::from)?;
     let groups = fetch_groups(&extent.table.stored, plan.fetch_len_max);

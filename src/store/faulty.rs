@@ -10,8 +10,8 @@ use futures::future::{BoxFuture, FutureExt};
 
 use super::memory::MemoryStore;
 use super::{
-    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, Store, StoreError,
-    UploadId, listing_name,
+    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, Store,
+    StoreError, UploadId, listing_name,
 };
 
 /// What happens instead of, or after, a call.
@@ -203,14 +203,14 @@ impl Store for Faulty {
         .boxed()
     }
 
-    fn get_range<'a>(
+    fn read_range<'a>(
         &'a self,
         key: &'a Key,
         range: Range<u64>,
         if_match: Option<&'a str>,
-        out: &'a mut [u8],
+        sink: &'a mut dyn RangeSink,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        let call = self.inner.get_range(key, range, if_match, out);
+        let call = self.inner.read_range(key, range, if_match, sink);
         self.call("get_range", key.as_str(), call, Err).boxed()
     }
 

@@ -12,8 +12,8 @@ use bytes::{Bytes, BytesMut};
 use futures::future::{BoxFuture, FutureExt};
 
 use super::{
-    Key, Listed, ObjectInfo, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome, Store,
-    StoreError, UploadId,
+    Key, Listed, ObjectInfo, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome,
+    RangeSink, Store, StoreError, UploadId,
 };
 use crate::codec::Crc64;
 
@@ -171,7 +171,7 @@ impl MemoryStore {
         key: &Key,
         range: Range<u64>,
         if_match: Option<&str>,
-        out: &mut [u8],
+        sink: &mut dyn RangeSink,
     ) -> Result<(), StoreError> {
         const OPERATION: &str = "GetObject";
         let mismatch = |what: String| StoreError::Mismatch {
@@ -187,12 +187,6 @@ impl MemoryStore {
         if if_match.is_some_and(|tag| tag != object.etag) {
             return Err(mismatch("the object's tag has changed".to_owned()));
         }
-        if range.start > range.end || range.end - range.start != out.len() as u64 {
-            return Err(mismatch(format!(
-                "range {range:?} into a buffer of {} bytes",
-                out.len()
-            )));
-        }
         let slice = usize::try_from(range.start)
             .ok()
             .zip(usize::try_from(range.end).ok());
@@ -203,7 +197,8 @@ impl MemoryStore {
                 object.bytes.len()
             ))
         })?;
-        out.copy_from_slice(slice);
+        sink.restart();
+        sink.put(slice);
         Ok(())
     }
 }
@@ -344,14 +339,14 @@ impl Store for MemoryStore {
         .boxed()
     }
 
-    fn get_range<'a>(
+    fn read_range<'a>(
         &'a self,
         key: &'a Key,
         range: Range<u64>,
         if_match: Option<&'a str>,
-        out: &'a mut [u8],
+        sink: &'a mut dyn RangeSink,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        async move { self.read(key, range, if_match, out) }.boxed()
+        async move { self.read(key, range, if_match, sink) }.boxed()
     }
 
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {

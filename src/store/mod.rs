@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, FutureExt};
 use tokio_util::sync::CancellationToken;
 
 use self::retry::{RetryPolicy, Retrying};
@@ -341,6 +341,52 @@ pub async fn open(
     Ok(Retrying::new(inner, policy, cancel, meter))
 }
 
+/// Where the bytes of a ranged read go.
+pub trait RangeSink: Send {
+    /// The range is read from its start: for the first time, or again because an attempt failed. Nothing that came before counts.
+    fn restart(&mut self);
+
+    /// The next bytes of the range, in order; together never more than the range is long.
+    fn put(&mut self, bytes: &[u8]);
+}
+
+/// A range into one slice of its length.
+struct SliceSink<'a> {
+    out: &'a mut [u8],
+    filled: usize,
+}
+
+impl RangeSink for SliceSink<'_> {
+    fn restart(&mut self) {
+        self.filled = 0;
+    }
+
+    fn put(&mut self, bytes: &[u8]) {
+        let end = self.filled + bytes.len();
+        self.out[self.filled..end].copy_from_slice(bytes);
+        self.filled = end;
+    }
+}
+
+/// [`Store::get_range`] by [`Store::read_range`].
+async fn read_slice<S: Store + ?Sized>(
+    store: &S,
+    key: &Key,
+    range: Range<u64>,
+    if_match: Option<&str>,
+    out: &mut [u8],
+) -> Result<(), StoreError> {
+    if range.end.checked_sub(range.start) != Some(out.len() as u64) {
+        return Err(StoreError::Mismatch {
+            operation: "GetObject",
+            key: key.to_string(),
+            what: format!("range {range:?} into a buffer of {} bytes", out.len()),
+        });
+    }
+    let mut sink = SliceSink { out, filled: 0 };
+    store.read_range(key, range, if_match, &mut sink).await
+}
+
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
 /// have taken effect, exactly like [`StoreError::Transient`].
 ///
@@ -409,15 +455,26 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
         len_max: usize,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
 
-    /// Reads exactly `range` of the object into `out` (`out.len()` = the range's length, in bytes). With `if_match`, only while the object
-    /// still has that tag. A short or long body, or another tag, is an error; `out` then holds garbage.
+    /// Reads exactly `range` of the object into `sink`, as the bytes come. With `if_match`, only while the object still has that tag. A short or long body, or another
+    /// tag, is an error; what the sink has then is garbage.
+    fn read_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: Range<u64>,
+        if_match: Option<&'a str>,
+        sink: &'a mut dyn RangeSink,
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// As [`Store::read_range`], into `out` (`out.len()` = the range's length, in bytes).
     fn get_range<'a>(
         &'a self,
         key: &'a Key,
         range: Range<u64>,
         if_match: Option<&'a str>,
         out: &'a mut [u8],
-    ) -> BoxFuture<'a, Result<(), StoreError>>;
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        read_slice(self, key, range, if_match, out).boxed()
+    }
 
     /// What the store says about an object, or `None`.
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>>;

@@ -25,8 +25,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RetryLimit, Store,
-    StoreError, UploadId, listing_name,
+    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, RetryLimit,
+    Store, StoreError, UploadId, listing_name, read_slice,
 };
 use crate::progress::Meter;
 
@@ -237,13 +237,13 @@ impl<S: Store + ?Sized> Retrying<S> {
         key: &Key,
         range: Range<u64>,
         if_match: Option<&str>,
-        out: &mut [u8],
+        sink: &mut dyn RangeSink,
     ) -> Result<(), StoreError> {
         let mut attempts = self.attempts("GetObject", key.as_str());
         loop {
             let attempt = self
                 .inner
-                .get_range(key, range.clone(), if_match, &mut *out);
+                .read_range(key, range.clone(), if_match, &mut *sink);
             match attempts.run(attempt).await {
                 Ok(()) => return Ok(()),
                 Err(error @ StoreError::NotFound { .. }) => {
@@ -509,6 +509,16 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
         .boxed()
     }
 
+    fn read_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: Range<u64>,
+        if_match: Option<&'a str>,
+        sink: &'a mut dyn RangeSink,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.patient_read(key, range, if_match, sink).boxed()
+    }
+
     fn get_range<'a>(
         &'a self,
         key: &'a Key,
@@ -516,7 +526,7 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
         if_match: Option<&'a str>,
         out: &'a mut [u8],
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.patient_read(key, range, if_match, out).boxed()
+        read_slice(self, key, range, if_match, out).boxed()
     }
 
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {

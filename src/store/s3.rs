@@ -45,8 +45,8 @@ use self::interceptors::{AnswerDate, SignedPayload};
 use self::payload::{BODY_FRAME_LEN, Payload};
 use self::transport::{check_credentials, credentials_proxy, http_client, tls_context};
 use super::{
-    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, Store, StoreError,
-    UploadId, listing_name,
+    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, Store,
+    StoreError, UploadId, listing_name,
 };
 use crate::codec::Crc64;
 use crate::config::{PartChecksum, StoreConfig};
@@ -428,9 +428,9 @@ impl S3Store {
                     what: format!("{len} bytes, at most {len_max} expected"),
                 });
             }
-            let mut out = vec![0; len];
-            self.fill(key, answer.body, &mut out).await?;
-            Ok(Some(Bytes::from(out)))
+            let mut out = Collected(Vec::with_capacity(len));
+            self.fill(key, answer.body, len as u64, &mut out).await?;
+            Ok(Some(Bytes::from(out.0)))
         };
         match timeout(self.request_timeout, read.boxed()).await {
             Ok(result) => result,
@@ -441,12 +441,12 @@ impl S3Store {
         }
     }
 
-    async fn read_range(
+    async fn range(
         &self,
         key: &Key,
         range: Range<u64>,
         if_match: Option<&str>,
-        out: &mut [u8],
+        sink: &mut dyn RangeSink,
     ) -> Result<(), StoreError> {
         const OPERATION: &str = "GetObject";
         let mismatch = |what: String| StoreError::Mismatch {
@@ -454,14 +454,9 @@ impl S3Store {
             key: key.to_string(),
             what,
         };
-        let len = range.end.checked_sub(range.start);
-        if len != Some(out.len() as u64) {
-            return Err(mismatch(format!(
-                "range {range:?} into a buffer of {} bytes",
-                out.len()
-            )));
-        }
-        if out.is_empty() {
+        sink.restart();
+        let len = range.end.saturating_sub(range.start);
+        if len == 0 {
             return Ok(());
         }
         let request = self
@@ -505,18 +500,18 @@ impl S3Store {
                 "the object's tag is {etag}, not {wanted}"
             )));
         }
-        self.fill(key, answer.body, out).await
+        self.fill(key, answer.body, len, sink).await
     }
 
-    /// Reads a body that must be exactly as long as `out`, for as long as it moves.
+    /// Reads a body that must be exactly `len` bytes long, for as long as it moves.
     async fn fill(
         &self,
         key: &Key,
         mut body: ByteStream,
-        out: &mut [u8],
+        len: u64,
+        sink: &mut dyn RangeSink,
     ) -> Result<(), StoreError> {
         const OPERATION: &str = "GetObject";
-        let len = out.len();
         let mut filled = 0;
         loop {
             let data = match timeout(self.stall_timeout, body.next()).await {
@@ -536,12 +531,12 @@ impl S3Store {
                     return Err(transient(OPERATION, key.as_str(), what).error);
                 }
             };
-            let Some(target) = out.get_mut(filled..filled + data.len()) else {
+            filled += data.len() as u64;
+            if filled > len {
                 let what = format!("the body is longer than the {len} bytes that it should be");
                 return Err(transient(OPERATION, key.as_str(), what).error);
-            };
-            target.copy_from_slice(&data);
-            filled += data.len();
+            }
+            sink.put(&data);
         }
         if filled < len {
             let what = format!("the body ended after {filled} of {len} bytes");
@@ -796,14 +791,14 @@ impl Store for S3Store {
         self.read_small(key, len_max).boxed()
     }
 
-    fn get_range<'a>(
+    fn read_range<'a>(
         &'a self,
         key: &'a Key,
         range: Range<u64>,
         if_match: Option<&'a str>,
-        out: &'a mut [u8],
+        sink: &'a mut dyn RangeSink,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.read_range(key, range, if_match, out).boxed()
+        self.range(key, range, if_match, sink).boxed()
     }
 
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {
@@ -824,6 +819,19 @@ impl Store for S3Store {
 
     fn describe(&self) -> String {
         format!("s3://{}/{}", self.bucket, self.prefix.trim_end_matches('/'))
+    }
+}
+
+/// A whole small object as it comes.
+struct Collected(Vec<u8>);
+
+impl RangeSink for Collected {
+    fn restart(&mut self) {
+        self.0.clear();
+    }
+
+    fn put(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
     }
 }
 

@@ -44,8 +44,8 @@ fn before_begin_every_code_leaves_the_target_running() {
     let sites = [
         site("cuInit#1", 3, "prepare", None),
         site("cuCheckpointProcessGetState#1", 3, "prepare", None),
-        site("cuDevicePrimaryCtxRetain#1", 3, "prepare", None),
-        site("cuDevicePrimaryCtxRetain#2", 3, "prepare", None),
+        site("cuDevicePrimaryCtxRetain#1", 3, "prepare", Some("running")),
+        site("cuDevicePrimaryCtxRetain#2", 3, "prepare", Some("running")),
         site("cuMemHostRegister#2", 3, "prepare", Some("running")),
         site("cuEventCreate#1", 3, "prepare", Some("running")),
         site("cuCheckpointProcessLock#1", 10, "lock", Some("running")),

@@ -36,6 +36,8 @@ struct Copy {
 struct Call {
     name: String,
     result: u64,
+    /// Of a call about a stream.
+    stream: Option<u64>,
     start: Micros,
     end: Micros,
 }
@@ -192,7 +194,7 @@ fn check_restore(records: &Records) -> Verdict {
     Ok(())
 }
 
-/// Copies between BEGIN and Complete: each extent whole and once, on its own stream, two at a time.
+/// Copies between BEGIN and Complete: each extent whole and once, on the driver's stream for it (which Complete synchronizes) or on one that we synchronized, two at a time.
 fn check_copies(records: &Records, begun: &Call, complete: &Call) -> Verdict {
     let mut by_device: BTreeMap<&str, Vec<&Copy>> = BTreeMap::new();
     for copy in &records.copies {
@@ -201,9 +203,18 @@ fn check_copies(records: &Records, begun: &Call, complete: &Call) -> Verdict {
             .extents
             .iter()
             .find(|extent| extent.stream == copy.stream);
+        let is_synchronized = |call: &Call| {
+            call.name == "cuStreamSynchronize"
+                && call.stream == Some(copy.stream)
+                && call.result == 0
+                && (copy.done..=complete.start).contains(&call.end)
+        };
         demand!(
-            given.is_some_and(|extent| extent.device == copy.device),
-            "a copy of {} on stream {}, which the driver did not give for it",
+            given.map_or_else(
+                || records.calls.iter().any(is_synchronized),
+                |extent| extent.device == copy.device
+            ),
+            "a copy of {} on stream {}, which the driver did not give for it and nobody synchronized",
             copy.device,
             copy.stream
         );
@@ -286,6 +297,7 @@ impl Records {
                 .map(|line| Call {
                     name: text(line, "call"),
                     result: number(line, "result"),
+                    stream: line["stream"].as_u64(),
                     start: number(line, "t_us"),
                     end: number(line, "end_us"),
                 })
@@ -400,6 +412,7 @@ fn a_good_save() -> Records {
     let call = |name: &str, start: Micros| Call {
         name: name.to_owned(),
         result: 0,
+        stream: None,
         start,
         end: start + 5,
     };
@@ -576,6 +589,34 @@ fn the_rules_refuse_wrong_copies() {
     refuses("before a copy was done", |records| {
         records.copies[5].done = 901
     });
+}
+
+#[test]
+fn the_rules_accept_a_stream_of_our_own_once_it_was_synchronized() {
+    let with_call_at = |start: Micros, result: u64| {
+        let mut records = a_good_save();
+        records.copies[2].stream = 9;
+        records.calls.push(Call {
+            name: "cuStreamSynchronize".to_owned(),
+            result,
+            stream: Some(9),
+            start,
+            end: start + 5,
+        });
+        check_save(&records)
+    };
+    assert_eq!(with_call_at(150, 0), Ok(()));
+    for verdict in [
+        with_call_at(140, 0),
+        with_call_at(150, 700),
+        with_call_at(900, 0),
+    ] {
+        let verdict = verdict.expect_err("not synchronized");
+        assert!(
+            verdict.contains("on stream 9, which the driver did not give"),
+            "{verdict}"
+        );
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 use super::super::network::Network;
 use super::*;
 use crate::codec::Settings;
-use crate::driver::{DeviceMemory, fake};
+use crate::driver::{DeviceMemory, STREAMS_OUT, fake};
 
 const CHUNK_LEN: usize = 256 << 10;
 const CHUNK_COUNT: usize = 21;
@@ -69,7 +69,7 @@ impl Case {
             let extent = memory.extent();
             let key = Key::new(&format!("job/{index}")).unwrap();
             SaveLane {
-                queue: CopyQueue::prepare(&driver, 0, 2 + self.to_lend).unwrap(),
+                queue: CopyQueue::prepare(&driver, 0, 2 + self.to_lend, STREAMS_OUT).unwrap(),
                 ring: ring(2 + self.to_lend, fills),
                 table: FrameTable::new(extent.len, CHUNK_LEN as u64),
                 upload: runtime.block_on(store.begin_upload(&key)).unwrap(),

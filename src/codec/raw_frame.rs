@@ -1,0 +1,170 @@
+//! A raw frame taken apart while it arrives: its blocks' content lands in one piece, where it may stay.
+//!
+//! In: the frame's bytes, in pieces as a connection brings them. Out: the chunk, in the caller's buffer, copied once. What can fail: a byte between the blocks that is not the one our encoder
+//! writes ([`RawFrame::finish`] says so); then the frame may be something else, and [`Decoder`](super::Decoder) has to look at the whole of it. The content is not checked here: the caller compares
+//! the digest, which says more than the frame's own checksum.
+
+use super::frame::{
+    BLOCK_HEADER_LEN, BLOCK_LEN_MAX, HAND_HEADER_LEN, hand_header, raw_block_header,
+};
+use super::frame_bound;
+
+/// How far one raw frame has come.
+#[derive(Debug, Clone)]
+pub struct RawFrame {
+    raw_len: usize,
+    /// Bytes of the frame that were seen.
+    seen: usize,
+    is_ours: bool,
+}
+
+/// What comes next in a frame, and how many bytes of it at most.
+enum Next {
+    /// Bytes of a header that must be these.
+    Header([u8; HAND_HEADER_LEN], std::ops::Range<usize>),
+    /// Content of the chunk, from this place on.
+    Content { start: usize, len: usize },
+    /// The content checksum.
+    Rest(usize),
+}
+
+impl RawFrame {
+    /// A frame that is to hold a chunk of `raw_len` bytes, of which nothing was seen yet.
+    pub fn new(raw_len: usize) -> Self {
+        Self {
+            raw_len,
+            seen: 0,
+            is_ours: true,
+        }
+    }
+
+    /// Takes the next bytes of the frame, and puts what is content of them at its place in `out`.
+    ///
+    /// # Panics
+    /// When `out` is shorter than the chunk.
+    pub fn take(&mut self, mut bytes: &[u8], out: &mut [u8]) {
+        while !bytes.is_empty() {
+            let len = match self.next() {
+                Next::Header(header, range) => {
+                    let len = range.len().min(bytes.len());
+                    self.is_ours &= bytes[..len] == header[range.start..range.start + len];
+                    len
+                }
+                Next::Content { start, len } => {
+                    let len = len.min(bytes.len());
+                    out[start..start + len].copy_from_slice(&bytes[..len]);
+                    len
+                }
+                Next::Rest(len) => len.min(bytes.len()),
+            };
+            self.seen += len;
+            bytes = &bytes[len..];
+        }
+    }
+
+    /// Whether the frame was seen whole, and around its content every byte was as our encoder writes it.
+    pub fn finish(&self) -> bool {
+        self.is_ours && self.seen == frame_bound(self.raw_len)
+    }
+
+    fn next(&self) -> Next {
+        const WITH_HEADER: usize = BLOCK_HEADER_LEN + BLOCK_LEN_MAX;
+        let Some(in_blocks) = self.seen.checked_sub(HAND_HEADER_LEN) else {
+            let header = hand_header(self.raw_len, true);
+            return Next::Header(header, self.seen..HAND_HEADER_LEN);
+        };
+        let (index, at) = (in_blocks / WITH_HEADER, in_blocks % WITH_HEADER);
+        let start = (index * BLOCK_LEN_MAX).min(self.raw_len);
+        let block_len = (self.raw_len - start).min(BLOCK_LEN_MAX);
+        // An empty chunk has one block too.
+        let is_block = block_len > 0 || self.raw_len == 0 && index == 0;
+        if is_block && at < BLOCK_HEADER_LEN {
+            let mut header = [0; HAND_HEADER_LEN];
+            header[..BLOCK_HEADER_LEN].copy_from_slice(&raw_block_header(self.raw_len, index));
+            return Next::Header(header, at..BLOCK_HEADER_LEN);
+        }
+        match (BLOCK_HEADER_LEN + block_len).checked_sub(at) {
+            Some(len @ 1..) if is_block => Next::Content {
+                start: start + at - BLOCK_HEADER_LEN,
+                len,
+            },
+            // More than a frame has is counted, and makes it another frame.
+            _ => Next::Rest(usize::MAX),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::frame::write_raw;
+    use crate::codec::{Body, Effort, Encoder, Level, Settings};
+
+    fn chunk(len: usize) -> Vec<u8> {
+        let mut random = fastrand::Rng::with_seed(len as u64 + 1);
+        let mut chunk = vec![0; len];
+        random.fill(&mut chunk);
+        chunk
+    }
+
+    fn frame_of(chunk: &[u8]) -> Vec<u8> {
+        let mut out = vec![0; frame_bound(chunk.len())];
+        let mut encoder = Encoder::new(Settings {
+            level: Level::None,
+            ..Settings::default()
+        })
+        .unwrap();
+        let Body::Raw { checksum } = encoder.encode(chunk, &mut out, Effort::LEAST).body else {
+            panic!("another frame than a raw one");
+        };
+        assert_eq!(write_raw(chunk, checksum, &mut out), out.len());
+        out
+    }
+
+    /// What landed, and whether the frame was one of ours.
+    fn land(frame: &[u8], raw_len: usize, piece_len: usize) -> (Vec<u8>, bool) {
+        let mut out = vec![0xAA; raw_len];
+        let mut raw = RawFrame::new(raw_len);
+        for piece in frame.chunks(piece_len) {
+            raw.take(piece, &mut out);
+        }
+        (out, raw.finish())
+    }
+
+    #[test]
+    fn every_length_lands_whole_whatever_the_pieces() {
+        for len in [
+            0,
+            1,
+            BLOCK_LEN_MAX - 1,
+            BLOCK_LEN_MAX,
+            BLOCK_LEN_MAX + 1,
+            3 * BLOCK_LEN_MAX,
+            3 * BLOCK_LEN_MAX + 77,
+        ] {
+            let chunk = chunk(len);
+            let frame = frame_of(&chunk);
+            for piece_len in [1, 7, 4096, 200_000, usize::MAX] {
+                let (landed, is_ours) = land(&frame, len, piece_len);
+                assert!(is_ours && landed == chunk, "{len} in pieces of {piece_len}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_frame_that_differs_around_its_content_is_not_taken_for_ours() {
+        let len = 2 * BLOCK_LEN_MAX + 5;
+        let frame = frame_of(&chunk(len));
+        let second_block = HAND_HEADER_LEN + BLOCK_HEADER_LEN + BLOCK_LEN_MAX;
+        for at in (0..HAND_HEADER_LEN + 3).chain(second_block..second_block + 3) {
+            let mut damaged = frame.clone();
+            damaged[at] ^= 0x10;
+            assert!(!land(&damaged, len, 1000).1, "byte {at}");
+        }
+        let mut longer = frame.clone();
+        longer.push(0);
+        assert!(!land(&longer, len, 1000).1);
+        assert!(!land(&frame[..frame.len() - 1], len, 1000).1);
+        assert!(!land(&frame, len - 1, 1000).1);
+    }
+}
