@@ -368,7 +368,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Makes the frame that holds `chunk`, which is at most [`CHUNK_LEN_MAX`] bytes long. What is behind the frame in `out` is unspecified.
+    /// Makes the frame that holds `chunk`, which is at most [`CHUNK_LEN_MAX`] bytes long. What is behind the frame in `out`, up to [`frame_bound`], is unspecified.
     ///
     /// # Panics
     /// When `out` is shorter than [`frame_bound`] of the chunk's length.
@@ -381,6 +381,7 @@ impl Encoder {
             chunk.len(),
             out.len()
         );
+        let out = &mut out[..bound];
         if !chunk.is_empty() && zeros::is_zero(chunk) {
             return self.zero(chunk, out);
         }
