@@ -336,14 +336,26 @@ mod tests {
     fn full_processors_are_hardly_slower_for_compressing() {
         let settled = NODE.settle(400);
         let (_, raw) = NODE.run(0.0);
-        assert!(settled.raw_rate > 0.95 * raw.raw_rate, "{}", settled.raw_rate);
+        assert!(
+            settled.raw_rate > 0.95 * raw.raw_rate,
+            "{}",
+            settled.raw_rate
+        );
     }
 
     #[test]
     fn what_costs_less_than_sending_is_always_done() {
         const CHEAP: &[(f64, f64)] = &[(0.1, 1.0), (0.2, 0.67), (2.0, 0.65)];
-        let settled = Plant { codings: CHEAP, ..NODE }.settle(400);
-        assert!((settled.stored_share - 0.67).abs() < 0.01, "{}", settled.stored_share);
+        let settled = Plant {
+            codings: CHEAP,
+            ..NODE
+        }
+        .settle(400);
+        assert!(
+            (settled.stored_share - 0.67).abs() < 0.01,
+            "{}",
+            settled.stored_share
+        );
     }
 
     #[test]
@@ -377,7 +389,11 @@ mod tests {
             for _ in 0..200 {
                 control.look(&busy(sending));
             }
-            assert!((control.effort() - least).abs() < 0.01, "{sending}: {}", control.effort());
+            assert!(
+                (control.effort() - least).abs() < 0.01,
+                "{sending}: {}",
+                control.effort()
+            );
         }
     }
 
