@@ -17,6 +17,9 @@ use crate::progress::LaneMeter;
 use crate::restore::plan_code;
 use crate::session::Session;
 
+/// Copies under way on a GPU: two keep its copy engine busy, the others bridge a thread that is late. The rest of the ring is for what parts hold.
+const COPIES_UNDER_WAY: usize = 4;
+
 /// Plans a save of whatever these GPUs may hold.
 ///
 /// # Errors
@@ -75,12 +78,8 @@ impl Memory {
                 len(plan.chunk_len),
                 Some((driver, device)),
             )?);
-            queues.push(CopyQueue::prepare(
-                driver,
-                device,
-                plan.ring_chunks,
-                STREAMS_OUT,
-            )?);
+            let depth = plan.ring_chunks.min(COPIES_UNDER_WAY);
+            queues.push(CopyQueue::prepare(driver, device, depth, STREAMS_OUT)?);
             tables.push(FrameTable::new(gpu.memory_len, plan.chunk_len));
         }
         let mut encoders = Vec::new();

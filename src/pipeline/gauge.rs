@@ -305,12 +305,16 @@ mod tests {
         let meter = Meter::recorded(Arc::clone(&recorder));
         let compress = Gauge::new("compress", 2).recorded(&meter);
         let wire = Wire::new("upload", 1).recorded(&meter);
+        let both_out = std::sync::Barrier::new(2);
         std::thread::scope(|scope| {
             for thread in 0..2 {
-                let (compress, wire) = (&compress, &wire);
+                let (compress, wire, both_out) = (&compress, &wire, &both_out);
                 scope.spawn(move || {
                     for number in 0..5000 {
                         let request = wire.enter(thread, number);
+                        if number == 0 {
+                            both_out.wait();
+                        }
                         compress.starved(Duration::from_micros(number % 90));
                         compress.busy_as(thread, "raw", 64, Duration::from_micros(90));
                         compress.busy(0, Duration::from_micros(2));

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::PipelineError;
@@ -94,6 +94,9 @@ pub struct SavedLane {
     pub table: FrameTable,
 }
 
+/// Chunks that wait for each compressor. Copying further ahead would gain nothing and fill one cold buffer after the other, where few that go round stay in the processor's cache.
+const CHUNKS_READY: usize = 2;
+
 /// Streams every lane to the store.
 ///
 /// # Errors
@@ -133,7 +136,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         gauge: &code_gauge,
         pacer: &Pacer::new(),
     };
-    let (chunks_out, chunks_in) = unbounded();
+    let (chunks_out, chunks_in) = bounded(CHUNKS_READY * resources.encoders.len());
     std::thread::scope(|scope| {
         for copier in work.copiers {
             let (abort, gauge, chunks_out) = (&*abort, &copy_gauge, chunks_out.clone());
@@ -284,9 +287,9 @@ impl Compressors<'_> {
     /// One thread: takes a frame buffer first and a chunk then, so that the oldest chunk of a lane always has a frame buffer.
     fn run(&self, mut encoder: Encoder, chunks: &Receiver<RawChunk>) -> Result<(), PipelineError> {
         let mut spare = None;
-        let mut packing = Duration::ZERO;
+        // Time without work since the last chunk.
+        let mut idle = Duration::ZERO;
         loop {
-            let mut idle = packing;
             let mut frame = match spare.take() {
                 Some(frame) => frame,
                 None => {
@@ -321,7 +324,7 @@ impl Compressors<'_> {
 
             let (packed, left) = in_buffers(chunk, frame, &encoded);
             spare = left;
-            packing = self.pack(lane, index, packed)?;
+            idle = self.pack(lane, index, packed)?;
         }
     }
 
