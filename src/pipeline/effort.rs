@@ -275,7 +275,7 @@ mod tests {
                 idle: Duration::from_secs_f64(self.cores * seconds - busy),
                 process: Duration::from_secs_f64(process),
                 available: Duration::from_secs_f64(self.cores * seconds),
-                stored: (raw_rate * stored_share * seconds * 1e9) as u64,
+                stored: bytes(raw_rate * stored_share * seconds),
             };
             let outcome = Outcome {
                 raw_rate,
@@ -303,6 +303,15 @@ mod tests {
                 stored_share: stored / raw,
             }
         }
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a model"
+    )]
+    fn bytes(gigabytes: f64) -> u64 {
+        (gigabytes * 1e9) as u64
     }
 
     const NODE: Plant = Plant {
