@@ -269,19 +269,13 @@ mod tests {
                 true => (computing * 1.5).min(self.cores * seconds),
                 false => computing,
             };
-            #[expect(
-                clippy::cast_possible_truncation,
-                clippy::cast_sign_loss,
-                reason = "some megabytes"
-            )]
-            let stored = (raw_rate * stored_share * seconds * 1e9) as u64;
             let span = Span {
                 busy: Duration::from_secs_f64(busy),
                 computing: Duration::from_secs_f64(computing),
                 idle: Duration::from_secs_f64(self.cores * seconds - busy),
                 process: Duration::from_secs_f64(process),
                 available: Duration::from_secs_f64(self.cores * seconds),
-                stored,
+                stored: bytes(raw_rate * stored_share * seconds),
             };
             let outcome = Outcome {
                 raw_rate,
@@ -309,6 +303,15 @@ mod tests {
                 stored_share: stored / raw,
             }
         }
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a model"
+    )]
+    fn bytes(gigabytes: f64) -> u64 {
+        (gigabytes * 1e9) as u64
     }
 
     const NODE: Plant = Plant {
