@@ -34,7 +34,7 @@ impl Crc64 {
     /// The checksum of our bytes followed by the `other_len` bytes that `other` stands for.
     #[must_use]
     pub fn combine(self, other: Crc64, other_len: u64) -> Self {
-        Self(multiply(power_of_256(other_len), self.0) ^ other.0)
+        Self(multiply(power(&POWERS, other_len), self.0) ^ other.0)
     }
 
     /// The checksum of the last `rest_len` of the bytes that we stand for, when `start` is that of those before them.
@@ -42,6 +42,12 @@ impl Crc64 {
     pub fn without_start(self, start: Crc64, rest_len: u64) -> Self {
         // What `combine` adds to the rest's checksum is its own inverse.
         start.combine(self, rest_len)
+    }
+
+    /// The checksum of what stands before the last `rest_len` of the bytes that we stand for, when `rest` is that of those.
+    #[must_use]
+    pub fn without_end(self, rest: Crc64, rest_len: u64) -> Self {
+        Self(multiply(power(&INVERSES, rest_len), self.0 ^ rest.0))
     }
 
     /// The number.
@@ -111,16 +117,36 @@ const ONE: u64 = 1 << 63;
 /// x^8: a byte more.
 const X_TO_8: u64 = 1 << 55;
 
+/// What a byte less does: x^8 × this is 1.
+const X_TO_MINUS_8: u64 = {
+    let mut power = ONE;
+    let mut times = 0;
+    while times < 8 {
+        // One bit back: the polynomial's lowest power is there exactly when the step forward carried.
+        power = match power & ONE {
+            0 => power << 1,
+            _ => (power ^ POLYNOMIAL) << 1 | 1,
+        };
+        times += 1;
+    }
+    power
+};
+
 /// 256^(2^k), with 256 = x^8: what 2^k bytes more do.
-static POWERS: [u64; 64] = {
-    let mut powers = [X_TO_8; 64];
+static POWERS: [u64; 64] = squares(X_TO_8);
+/// 256^(-2^k): what 2^k bytes less do.
+static INVERSES: [u64; 64] = squares(X_TO_MINUS_8);
+
+/// base^(2^k).
+const fn squares(base: u64) -> [u64; 64] {
+    let mut powers = [base; 64];
     let mut k = 1;
     while k < 64 {
         powers[k] = multiply(powers[k - 1], powers[k - 1]);
         k += 1;
     }
     powers
-};
+}
 
 /// a × b modulo the polynomial.
 const fn multiply(mut a: u64, mut b: u64) -> u64 {
@@ -134,10 +160,10 @@ const fn multiply(mut a: u64, mut b: u64) -> u64 {
     product
 }
 
-/// 256^n modulo the polynomial.
-fn power_of_256(mut n: u64) -> u64 {
+/// base^n modulo the polynomial, for the base of these squares.
+fn power(squares: &[u64; 64], mut n: u64) -> u64 {
     let mut power = ONE;
-    for factor in POWERS {
+    for factor in *squares {
         if n == 0 {
             break;
         }
@@ -231,9 +257,16 @@ mod tests {
         }
 
         #[test]
-        fn the_rest_of_a_whole_follows_from_its_start(start in proptest::collection::vec(any::<u8>(), 0..200), rest in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn either_end_of_a_whole_follows_from_the_other(start in proptest::collection::vec(any::<u8>(), 0..200), rest in proptest::collection::vec(any::<u8>(), 0..200)) {
             let whole = Crc64::of(&[&start[..], &rest[..]].concat());
             prop_assert_eq!(whole.without_start(Crc64::of(&start), rest.len() as u64), Crc64::of(&rest));
+            prop_assert_eq!(whole.without_end(Crc64::of(&rest), rest.len() as u64), Crc64::of(&start));
+        }
+
+        #[test]
+        fn bytes_less_undo_bytes_more(one: u64, other: u64, len: u64) {
+            let combined = Crc64(one).combine(Crc64(other), len);
+            prop_assert_eq!(combined.without_end(Crc64(other), len), Crc64(one));
         }
 
         #[test]

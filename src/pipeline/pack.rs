@@ -4,7 +4,7 @@
 //! of pack buffers.
 //!
 //! A part is a list of slices, and a long frame is in it as it stands: its buffer is *lent* to the part. Short frames (under a quarter of a chunk: their buffers would hold mostly nothing), and those that
-//! find no loan free, are copied into pack buffers, and their own buffer is free at once. A frame's checksum comes with it and is combined; only one that straddles parts is summed again.
+//! find no loan free, are copied into pack buffers, and their own buffer is free at once. A frame's checksum comes with it and is combined; of one that straddles parts, the shorter portion is summed again, and the other's follows.
 //!
 //! # Why nothing waits for ever
 //!
@@ -19,7 +19,7 @@
 //!   lane's open part may hold them all.
 //! - **The lane's packer** (compressors). Who has it waits for a pack buffer at most.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -254,54 +254,42 @@ impl Packer {
         mut rest: Rest,
         raw_len: u64,
     ) -> Result<(), PipelineError> {
-        let mut portion = Portion::default();
-        for mut piece in pieces {
-            while !piece.is_empty() {
-                let part = self.open.get_or_insert_with(OpenPart::new);
-                if portion.missing == 0 {
-                    portion = Portion::of(rest, self.packing.part_len - part.len);
-                }
-                let now = piece.split_to(portion.missing.min(piece.len()));
-                portion.missing -= now.len();
-                if let Some(sum) = &mut portion.sum {
-                    sum.update(&now);
-                }
-                match way {
-                    Way::Lent => part.lend(now),
-                    Way::Copied => self.copy(&now)?,
-                }
-                if portion.missing == 0 {
-                    rest = self.close(std::mem::take(&mut portion), rest, raw_len)?;
+        let mut pieces: VecDeque<Bytes> = pieces.into_iter().collect();
+        while rest.len > 0 {
+            let filled = self.open.get_or_insert_with(OpenPart::new).len;
+            let here = take(&mut pieces, rest.len.min(self.packing.part_len - filled));
+            let (len, crc64, behind) = rest.split(&here, &pieces);
+            for piece in here {
+                match (way, &mut self.open) {
+                    (Way::Lent, Some(part)) => part.lend(piece),
+                    _ => self.copy(&piece)?,
                 }
             }
+            self.close(len, crc64, behind, raw_len)?;
+            rest = behind;
         }
         Ok(())
     }
 
-    /// The open part has all of the frame that it takes; says what is left of it.
-    fn close(&mut self, portion: Portion, rest: Rest, raw_len: u64) -> Result<Rest, PipelineError> {
+    /// The open part has all of the frame that it takes: `len` bytes; `behind` is what is left of it.
+    fn close(
+        &mut self,
+        len: usize,
+        crc64: Crc64,
+        behind: Rest,
+        raw_len: u64,
+    ) -> Result<(), PipelineError> {
         let Some(part) = &mut self.open else {
-            return Ok(rest);
+            return Ok(());
         };
-        let left_len = rest.len - portion.len;
-        let (here, left) = match portion.sum {
-            Some(sum) => {
-                let start = sum.finish();
-                (start, rest.crc64.without_start(start, left_len as u64))
-            }
-            None => (rest.crc64, Crc64::EMPTY),
-        };
-        part.sum(here, portion.len);
-        if left_len == 0 {
+        part.sum(crc64, len);
+        if behind.len == 0 {
             part.raw_len += raw_len;
         }
         if part.len == self.packing.part_len {
             self.send_open_part()?;
         }
-        Ok(Rest {
-            len: left_len,
-            crc64: left,
-        })
+        Ok(())
     }
 
     /// Copies into the open part, which has room for all of it.
@@ -344,26 +332,48 @@ impl Packer {
     }
 }
 
-/// What of a frame goes into the open part.
-#[derive(Debug, Default)]
-struct Portion {
-    /// Bytes in all.
-    len: usize,
-    /// Bytes that are still to come.
-    missing: usize,
-    /// Of the bytes that came, when it is not all that is left of the frame.
-    sum: Option<Summing>,
+impl Rest {
+    /// The bytes of `here` are taken off its start; `behind` is what is left then. Length and checksum of what was taken, and the new rest. Only the shorter of the two is summed: the other's checksum follows.
+    fn split(self, here: &[Bytes], behind: &VecDeque<Bytes>) -> (usize, Crc64, Rest) {
+        let len = here.iter().map(Bytes::len).sum();
+        let left_len = self.len - len;
+        let (here, left) = if left_len == 0 {
+            (self.crc64, Crc64::EMPTY)
+        } else if len <= left_len {
+            let here = sum(here);
+            (here, self.crc64.without_start(here, left_len as u64))
+        } else {
+            let left = sum(behind);
+            (self.crc64.without_end(left, left_len as u64), left)
+        };
+        let left = Rest {
+            len: left_len,
+            crc64: left,
+        };
+        (len, here, left)
+    }
 }
 
-impl Portion {
-    fn of(rest: Rest, room: usize) -> Self {
-        let len = rest.len.min(room);
-        Self {
-            len,
-            missing: len,
-            sum: (len < rest.len).then(Summing::new),
+fn sum<'a>(pieces: impl IntoIterator<Item = &'a Bytes>) -> Crc64 {
+    let mut sum = Summing::new();
+    pieces.into_iter().for_each(|piece| sum.update(piece));
+    sum.finish()
+}
+
+/// Takes the first `len` bytes, or all there are.
+fn take(pieces: &mut VecDeque<Bytes>, mut len: usize) -> Vec<Bytes> {
+    let mut taken = Vec::new();
+    while len > 0
+        && let Some(piece) = pieces.front_mut()
+    {
+        let first = piece.split_to(len.min(piece.len()));
+        len -= first.len();
+        taken.push(first);
+        if piece.is_empty() {
+            pieces.pop_front();
         }
     }
+    taken
 }
 
 #[cfg(test)]

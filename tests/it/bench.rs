@@ -81,6 +81,7 @@ fn a_quick_look_at_a_node_with_gpus() {
     let expected = [
         "checksum",
         "compress",
+        "compress-least",
         "copy-in",
         "copy-out",
         "decompress",

@@ -714,8 +714,8 @@ async fn hostile_names_and_numbers_are_refused() {
         ),
         (
             "another filter",
-            |f| f.forge_table(|t| t["filter"] = json!("planes-2")),
-            &["not well formed"],
+            |f| f.forge_table(|t| t["filters"] = json!("??")),
+            &["filters"],
         ),
         (
             "unknown kinds",
