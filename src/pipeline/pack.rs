@@ -20,6 +20,7 @@
 //! - **The lane's packer** (compressors). Who has it waits for a pack buffer at most.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -27,14 +28,13 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::PipelineError;
 use super::lend::Lender;
-use super::part::OpenPart;
+use super::part::{Cut, OpenPart, Sum};
 use super::save::SaveResources;
-use crate::codec::checksum::Summing;
 use crate::codec::frame::raw_pieces;
 use crate::codec::{Crc64, Digest, Filter, FrameKind};
 use crate::driver::{BufferPool, PoolBuf};
 use crate::manifest::FrameTable;
-use crate::store::{PartBody, PartNumber};
+use crate::store::PartNumber;
 
 /// A chunk as a frame, not in its place yet.
 #[derive(Debug)]
@@ -75,9 +75,7 @@ pub(super) struct FrameRecord {
 pub(super) struct PartJob {
     pub(super) lane: usize,
     pub(super) number: PartNumber,
-    pub(super) body: PartBody,
-    /// Raw bytes of the frames that end in this part, for progress.
-    pub(super) raw_len: u64,
+    pub(super) part: OpenPart,
 }
 
 /// Where a packer's bytes come to lie, and how they are cut.
@@ -125,7 +123,6 @@ pub(super) struct Packer {
     open: Option<OpenPart>,
     parts_sent: u64,
     object_len: u64,
-    object_crc: Crc64,
     out: UnboundedSender<PartJob>,
     blocked: Duration,
 }
@@ -134,7 +131,6 @@ pub(super) struct Packer {
 #[derive(Debug)]
 pub(super) struct PackedObject {
     pub(super) len: u64,
-    pub(super) crc64: Crc64,
     pub(super) table: FrameTable,
 }
 
@@ -146,10 +142,10 @@ enum Way {
 }
 
 /// Bytes of one frame that are not in a part yet.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct Rest {
     len: usize,
-    crc64: Crc64,
+    sum: Sum,
 }
 
 impl Packer {
@@ -168,7 +164,6 @@ impl Packer {
             open: None,
             parts_sent: 0,
             object_len: 0,
-            object_crc: Crc64::EMPTY,
             out,
             blocked: Duration::ZERO,
         }
@@ -192,7 +187,7 @@ impl Packer {
             let seek_table = Bytes::from(self.table.seek_table());
             let whole = Rest {
                 len: seek_table.len(),
-                crc64: Crc64::of(&seek_table),
+                sum: Sum::Known(Crc64::of(&seek_table)),
             };
             self.append([seek_table], Way::Copied, whole, 0)?;
             self.send_open_part()?;
@@ -205,7 +200,6 @@ impl Packer {
         let whole = self.table.is_complete() && self.open.is_none();
         whole.then_some(PackedObject {
             len: self.object_len,
-            crc64: self.object_crc,
             table: self.table,
         })
     }
@@ -218,7 +212,7 @@ impl Packer {
         } = frame;
         let whole = Rest {
             len: record.stored_len as usize,
-            crc64,
+            sum: Sum::Known(crc64),
         };
         let raw_len = u64::from(record.raw_len);
         match bytes {
@@ -258,32 +252,32 @@ impl Packer {
         while rest.len > 0 {
             let filled = self.open.get_or_insert_with(OpenPart::new).len;
             let here = take(&mut pieces, rest.len.min(self.packing.part_len - filled));
-            let (len, crc64, behind) = rest.split(&here, &pieces);
+            let (len, sum);
+            (len, sum, rest) = rest.split(&here, &pieces, way);
             for piece in here {
                 match (way, &mut self.open) {
                     (Way::Lent, Some(part)) => part.lend(piece),
                     _ => self.copy(&piece)?,
                 }
             }
-            self.close(len, crc64, behind, raw_len)?;
-            rest = behind;
+            self.close(len, sum, rest.len, raw_len)?;
         }
         Ok(())
     }
 
-    /// The open part has all of the frame that it takes: `len` bytes; `behind` is what is left of it.
+    /// The open part has all of the frame that it takes: `len` bytes; `left_len` are left of it.
     fn close(
         &mut self,
         len: usize,
-        crc64: Crc64,
-        behind: Rest,
+        sum: Sum,
+        left_len: usize,
         raw_len: u64,
     ) -> Result<(), PipelineError> {
         let Some(part) = &mut self.open else {
             return Ok(());
         };
-        part.sum(crc64, len);
-        if behind.len == 0 {
+        part.sum(sum, len);
+        if left_len == 0 {
             part.raw_len += raw_len;
         }
         if part.len == self.packing.part_len {
@@ -319,12 +313,10 @@ impl Packer {
             part_len: self.packing.part_len,
         })?;
         self.object_len += part.len as u64;
-        self.object_crc = self.object_crc.combine(part.crc64(), part.len as u64);
         let job = PartJob {
             lane: self.lane,
             number,
-            raw_len: part.raw_len,
-            body: part.into_body(),
+            part,
         };
         self.out
             .send(job)
@@ -333,31 +325,29 @@ impl Packer {
 }
 
 impl Rest {
-    /// The bytes of `here` are taken off its start; `behind` is what is left then. Length and checksum of what was taken, and the new rest. Only the shorter of the two is summed: the other's checksum follows.
-    fn split(self, here: &[Bytes], behind: &VecDeque<Bytes>) -> (usize, Crc64, Rest) {
+    /// The bytes of `here` are taken off its start; `behind` is what is left then. Length and checksum of what was taken, and the new rest.
+    fn split(self, here: &[Bytes], behind: &VecDeque<Bytes>, way: Way) -> (usize, Sum, Rest) {
         let len = here.iter().map(Bytes::len).sum();
         let left_len = self.len - len;
-        let (here, left) = if left_len == 0 {
-            (self.crc64, Crc64::EMPTY)
-        } else if len <= left_len {
-            let here = sum(here);
-            (here, self.crc64.without_start(here, left_len as u64))
-        } else {
-            let left = sum(behind);
-            (self.crc64.without_end(left, left_len as u64), left)
-        };
+        if left_len == 0 {
+            let nothing = Rest {
+                len: 0,
+                sum: Sum::Known(Crc64::EMPTY),
+            };
+            return (len, self.sum, nothing);
+        }
+        let cut = Arc::new(Cut::new(self.sum, here, behind, left_len));
+        let (mut before, mut behind) = (Sum::Before(Arc::clone(&cut)), Sum::Behind(cut));
+        if way == Way::Copied {
+            // The buffer that it is copied from is free at once, and few that are copied are long.
+            (before, behind) = (Sum::Known(before.value()), Sum::Known(behind.value()));
+        }
         let left = Rest {
             len: left_len,
-            crc64: left,
+            sum: behind,
         };
-        (len, here, left)
+        (len, before, left)
     }
-}
-
-fn sum<'a>(pieces: impl IntoIterator<Item = &'a Bytes>) -> Crc64 {
-    let mut sum = Summing::new();
-    pieces.into_iter().for_each(|piece| sum.update(piece));
-    sum.finish()
 }
 
 /// Takes the first `len` bytes, or all there are.
@@ -379,6 +369,7 @@ fn take(pieces: &mut VecDeque<Bytes>, mut len: usize) -> Vec<Bytes> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::PartBody;
     use tokio::sync::mpsc::unbounded_channel;
 
     /// Parts of `part_len`; frames from 20 bytes on are lent, `loans` at once.
@@ -428,9 +419,10 @@ mod tests {
         let mut sent = Vec::new();
         while let Ok(job) = parts.try_recv() {
             assert_eq!(u64::from(job.number.get()), sent.len() as u64 + 1);
-            let bytes: Vec<u8> = job.body.pieces.concat();
-            assert_eq!(job.body.crc64, Crc64::of(&bytes).value());
-            sent.push(job.body);
+            let body = job.part.into_body();
+            let bytes: Vec<u8> = body.pieces.concat();
+            assert_eq!(body.crc64, Crc64::of(&bytes).value());
+            sent.push(body);
         }
         (sent, object)
     }
@@ -447,13 +439,12 @@ mod tests {
             let (parts, other) = pack(&frames, &[8, 1, 0, 3, 2, 7, 6, 5, 4], part_len, loans);
             let mixed: Vec<Vec<u8>> = joined(parts);
             assert_eq!(in_order, mixed);
-            assert_eq!(object.crc64.value(), other.crc64.value());
+            assert_eq!(object.len, other.len);
             let (last, full) = in_order.split_last().unwrap();
             assert!(full.iter().all(|part| part.len() == part_len));
             assert!(last.len() <= part_len && !last.is_empty());
             let bytes = in_order.concat();
             assert_eq!(object.len, bytes.len() as u64);
-            assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
             let content = frames.concat();
             assert_eq!(bytes[..content.len()], content[..]);
             assert_eq!(bytes[content.len()..], object.table.seek_table()[..]);
@@ -510,12 +501,13 @@ mod tests {
             let object = packer.finish().unwrap();
             let mut bytes = Vec::new();
             while let Ok(job) = parts.try_recv() {
-                let part = job.body.pieces.concat();
-                assert_eq!(job.body.crc64, Crc64::of(&part).value());
+                let body = job.part.into_body();
+                let part = body.pieces.concat();
+                assert_eq!(body.crc64, Crc64::of(&part).value());
                 bytes.extend(part);
             }
             assert_eq!(bytes[..frame.len()], frame[..]);
-            assert_eq!(object.crc64.value(), Crc64::of(&bytes).value());
+            assert_eq!(object.len, bytes.len() as u64);
             assert_eq!(ring.free_count(), 16, "every loan ends");
         }
     }

@@ -1,13 +1,18 @@
 //! A part in the making: slices of lent buffers, and copies in pack buffers, in order.
 //!
-//! In: lent bytes; bytes to copy, and the pack buffers for them. Out: a [`PartBody`], a list of slices that is never joined. Nothing can fail. The checksums come from who has them already: nothing is
-//! summed here.
+//! In: lent bytes; bytes to copy, and the pack buffers for them; the checksums of the frames. Out: a [`PartBody`], a list of slices that is never joined, with the checksum of all of it. Nothing can fail.
+//!
+//! Frames come with their checksums, which are combined. One that the end of a part cuts in two ([`Cut`]) has its shorter piece summed again, and that not before the part is to go: by then nobody waits for it
+//! behind a lock.
 
+use std::mem;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use bytes::Bytes;
 
 use crate::codec::Crc64;
+use crate::codec::checksum::Summing;
 use crate::driver::PoolBuf;
 use crate::store::PartBody;
 
@@ -21,9 +26,88 @@ pub(super) struct OpenPart {
     last_len: usize,
     /// Bytes of the part so far.
     pub(super) len: usize,
-    crc64: Crc64,
+    /// Of the bytes so far, and how many each stands for.
+    sums: Vec<(Sum, u64)>,
     /// Raw bytes of the frames that end in this part.
     pub(super) raw_len: u64,
+}
+
+/// The checksum of a frame, or of what a part has of it.
+#[derive(Debug, Clone)]
+pub(super) enum Sum {
+    Known(Crc64),
+    /// Of what stands before the cut.
+    Before(Arc<Cut>),
+    /// Of what stands behind it.
+    Behind(Arc<Cut>),
+}
+
+/// Bytes with a known checksum, cut in two.
+#[derive(Debug)]
+pub(super) struct Cut {
+    whole: Sum,
+    behind_len: u64,
+    shorter: Side,
+    /// Of the shorter side; empty once they are summed, so that they keep no buffer longer than the parts do.
+    bytes: Mutex<Vec<Bytes>>,
+    /// Before, and behind.
+    sums: OnceLock<(Crc64, Crc64)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Before,
+    Behind,
+}
+
+impl Cut {
+    /// Cuts bytes with the checksum `whole` into these; `behind_len` is the length of the second ones.
+    pub(super) fn new<'a>(
+        whole: Sum,
+        before: &[Bytes],
+        behind: impl IntoIterator<Item = &'a Bytes>,
+        behind_len: usize,
+    ) -> Self {
+        let before_len: usize = before.iter().map(Bytes::len).sum();
+        let (shorter, bytes) = match before_len <= behind_len {
+            true => (Side::Before, before.to_vec()),
+            false => (Side::Behind, behind.into_iter().cloned().collect()),
+        };
+        Self {
+            whole,
+            behind_len: behind_len as u64,
+            shorter,
+            bytes: Mutex::new(bytes),
+            sums: OnceLock::new(),
+        }
+    }
+
+    /// Sums the shorter side at the first call.
+    fn sums(&self) -> (Crc64, Crc64) {
+        *self.sums.get_or_init(|| {
+            let mut bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut sum = Summing::new();
+            for piece in mem::take(&mut *bytes) {
+                sum.update(&piece);
+            }
+            let (shorter, whole) = (sum.finish(), self.whole.value());
+            match self.shorter {
+                Side::Before => (shorter, whole.without_start(shorter, self.behind_len)),
+                Side::Behind => (whole.without_end(shorter, self.behind_len), shorter),
+            }
+        })
+    }
+}
+
+impl Sum {
+    /// The checksum; that of a cut frame is made now, unless it was before.
+    pub(super) fn value(&self) -> Crc64 {
+        match self {
+            Sum::Known(crc64) => *crc64,
+            Sum::Before(cut) => cut.sums().0,
+            Sum::Behind(cut) => cut.sums().1,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -40,19 +124,14 @@ impl OpenPart {
             buffers: Vec::new(),
             last_len: 0,
             len: 0,
-            crc64: Crc64::EMPTY,
+            sums: Vec::new(),
             raw_len: 0,
         }
     }
 
-    /// The checksum of everything up to here that was summed.
-    pub(super) fn crc64(&self) -> Crc64 {
-        self.crc64
-    }
-
     /// `len` bytes that were added have this checksum.
-    pub(super) fn sum(&mut self, crc64: Crc64, len: usize) {
-        self.crc64 = self.crc64.combine(crc64, len as u64);
+    pub(super) fn sum(&mut self, sum: Sum, len: usize) {
+        self.sums.push((sum, len as u64));
     }
 
     /// Adds bytes as they stand.
@@ -90,14 +169,18 @@ impl OpenPart {
         self.last_len = 0;
     }
 
-    /// The part as it goes to the store.
+    /// The part as it goes to the store. This may sum some of its bytes.
     pub(super) fn into_body(self) -> PartBody {
+        let sums = self.sums.iter();
+        let crc64 = sums.fold(Crc64::EMPTY, |crc64, (sum, len)| {
+            crc64.combine(sum.value(), *len)
+        });
         let buffers: Vec<Bytes> = self.buffers.into_iter().map(Bytes::from_owner).collect();
         let pieces = self.pieces.into_iter().map(|piece| match piece {
             Piece::Lent(bytes) => bytes,
             Piece::Copied { buffer, range } => buffers[buffer].slice(range),
         });
-        PartBody::new(pieces.collect(), self.crc64.value())
+        PartBody::new(pieces.collect(), crc64.value())
     }
 }
 

@@ -262,12 +262,15 @@ fn put_together(
     let lanes = targets.into_iter().zip(objects).zip(receipts);
     let lanes = lanes.map(|((target, object), parts)| {
         let object = object.ok_or(PipelineError::Cancelled)?;
+        let crc64 = parts.iter().fold(Crc64::EMPTY, |crc64, part| {
+            crc64.combine(Crc64::from_value(part.crc64), part.len)
+        });
         Ok(SavedLane {
             key: target.key,
             upload: target.upload,
             parts,
             len: object.len,
-            crc64: object.crc64,
+            crc64,
             table: object.table,
         })
     });

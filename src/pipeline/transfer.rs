@@ -114,18 +114,20 @@ impl Uploader {
         let target = self.targets[job.lane].clone();
         let (meter, wire) = (Arc::clone(&self.meter), Arc::clone(&self.wire));
         async move {
-            let len = job.body.len;
+            let raw_len = job.part.raw_len;
+            let body = job.part.into_body();
+            let len = body.len;
             let request = wire.enter(job.lane, job.number.get().into());
             meter.in_flight.fetch_add(1, Ordering::Relaxed);
             let outcome = store
-                .put_part(&target.key, &target.upload, job.number, job.body)
+                .put_part(&target.key, &target.upload, job.number, body)
                 .await;
             meter.in_flight.fetch_sub(1, Ordering::Relaxed);
             wire.leave(&request, if outcome.is_ok() { len } else { 0 });
             outcome.map(|receipt| Acknowledged {
                 lane: job.lane,
                 receipt,
-                raw_len: job.raw_len,
+                raw_len,
             })
         }
     }
@@ -175,7 +177,9 @@ mod tests {
 
     use super::super::network::Network;
     use super::*;
-    use crate::store::{PartBody, PartNumber};
+    use crate::codec::Crc64;
+    use crate::pipeline::part::{OpenPart, Sum};
+    use crate::store::PartNumber;
 
     /// An upload of parts that are all ready, to a store that takes them when it is told to.
     struct Upload {
@@ -205,13 +209,13 @@ mod tests {
             };
             let (out, parts) = unbounded_channel();
             for number in 1..=count {
-                let bytes = Bytes::from_static(b"part");
-                let crc64 = crate::codec::Crc64::of(&bytes).value();
+                let mut part = OpenPart::new();
+                part.lend(Bytes::from_static(b"part"));
+                part.sum(Sum::Known(Crc64::of(b"part")), 4);
                 out.send(PartJob {
                     lane: 0,
                     number: PartNumber::new(number).unwrap(),
-                    body: PartBody::new(vec![bytes], crc64),
-                    raw_len: 4,
+                    part,
                 })
                 .unwrap();
             }
