@@ -128,6 +128,8 @@ pub(crate) const MOVED: &str = "bytes per second";
 pub(crate) const BUFFERS: &str = "buffers in use";
 /// Chart of the requests on the wire.
 pub(crate) const IN_FLIGHT: &str = "requests in flight";
+/// Chart of how hard chunks are compressed.
+pub(crate) const EFFORT: &str = "effort, CPU s per GB less";
 
 /// Why a stage could not go on, in words.
 fn why(stage: &str, kind: Kind) -> &'static str {

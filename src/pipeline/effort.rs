@@ -11,12 +11,14 @@
 //! that the process had, and against how long compressors stood ready without one.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::codec::Effort;
+use crate::progress::Meter;
+use crate::timeline::{EFFORT, Probe, Watch};
 
 /// Time between two looks, if chunks end that often: long against a chunk, short against a save.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -44,6 +46,9 @@ const FALL: f32 = 1.41;
 const REST: u32 = 12;
 /// What a look back counts for at the next look, when the price of sending is taken.
 const MEMORY: f64 = 0.9;
+/// CPU-seconds for a gigabyte that the SDK and the kernel's TCP were measured to take, and the gigabytes that this counts for before any were sent.
+const SENDING_EXPECTED: f64 = 0.4;
+const SENT_EXPECTED: f64 = 0.1;
 
 /// What happened since the last look.
 #[derive(Debug, Clone, Copy, Default)]
@@ -74,13 +79,13 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// Without any experience.
+    /// Without any experience but that of others.
     pub(super) fn new() -> Self {
         Self {
             effort: EFFORT_FIRST,
             rest: 0,
-            sending: 0.0,
-            sent: 0.0,
+            sending: SENDING_EXPECTED * SENT_EXPECTED,
+            sent: SENT_EXPECTED,
         }
     }
 
@@ -112,11 +117,8 @@ impl Control {
 
     /// CPU-seconds for a gigabyte less, which not sending it saves.
     fn price(&self) -> f32 {
-        if self.sent <= 0.0 {
-            return EFFORT_LEAST;
-        }
         #[expect(clippy::cast_possible_truncation, reason = "a ratio of a few digits")]
-        let price = (self.sending / self.sent) as f32 * PREMIUM;
+        let price = (self.sending / self.sent.max(f64::MIN_POSITIVE)) as f32 * PREMIUM;
         price.clamp(EFFORT_LEAST, EFFORT_FIRST)
     }
 }
@@ -156,6 +158,17 @@ impl Pacer {
                 stored: 0,
             }),
         }
+    }
+
+    /// Shows the effort in the timeline of this meter, if it has one, until the guard is dropped.
+    pub(super) fn watched(self: &Arc<Self>, meter: &Meter) -> Option<Watch> {
+        let pacer = Arc::clone(self);
+        let probe = Probe {
+            chart: EFFORT,
+            name: "effort".to_owned(),
+            read: Box::new(move || pacer.effort().0.into()),
+        };
+        Some(meter.recorder()?.watch(vec![probe]))
     }
 
     /// For the next chunk.

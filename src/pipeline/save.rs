@@ -129,12 +129,14 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let wire = Arc::clone(&uploader.wire);
     let uploads = resources.runtime.spawn(uploader.run(parts_in));
 
+    let pacer = Arc::new(Pacer::new());
+    let _watched_too = pacer.watched(&meter);
     let compressors = Compressors {
         targets: &work.targets,
         packers: &work.packers,
         frame_buffers: &resources.frame_buffers,
         gauge: &code_gauge,
-        pacer: &Pacer::new(),
+        pacer: &pacer,
     };
     let (chunks_out, chunks_in) = bounded(CHUNKS_READY * resources.encoders.len());
     std::thread::scope(|scope| {
