@@ -38,6 +38,8 @@ const IDLE_FALL: f64 = 0.05;
 const TAKEN: f64 = 0.9;
 /// Share of their working time that compressors stood ready without a processor, from which on others need them.
 const KEPT_OUT: f64 = 0.15;
+/// Share of waiting above which compressors wait for something else than a processor, whoever was in their way while they worked.
+const IDLE_MOSTLY: f64 = 0.75;
 /// A step up. Twice as much takes four looks.
 const RISE: f32 = 1.19;
 /// A step down: twice as fast as up, because too much effort holds everything up and too little only costs bytes.
@@ -102,7 +104,8 @@ impl Control {
 
         let idle = share(span.idle, span.idle + span.busy);
         let kept_out = share(span.busy.saturating_sub(span.computing), span.busy);
-        let is_taken = share(span.process, span.available) >= TAKEN || kept_out >= KEPT_OUT;
+        let is_taken = share(span.process, span.available) >= TAKEN
+            || kept_out >= KEPT_OUT && idle < IDLE_MOSTLY;
         if idle < IDLE_FALL || is_taken {
             self.effort /= FALL;
             self.rest = REST;
