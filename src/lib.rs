@@ -46,6 +46,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod codec;
 pub mod config;
+mod cpu_time;
 pub mod driver;
 pub mod error;
 pub mod image;

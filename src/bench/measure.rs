@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use rustix::time::{ClockId, clock_gettime};
+use crate::cpu_time;
 
 /// What some work took.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,19 +18,13 @@ pub(super) struct Took {
 
 /// Runs `work`, and looks at the clocks before and after.
 pub(super) fn timed<T, E>(work: impl FnOnce() -> Result<T, E>) -> Result<(T, Took), E> {
-    let (started, cpu_started) = (Instant::now(), process_cpu_seconds());
+    let (started, cpu_started) = (Instant::now(), cpu_time::of_process().as_secs_f64());
     let done = work()?;
     let took = Took {
         seconds: started.elapsed().as_secs_f64(),
-        cpu_seconds: process_cpu_seconds() - cpu_started,
+        cpu_seconds: cpu_time::of_process().as_secs_f64() - cpu_started,
     };
     Ok((done, took))
-}
-
-#[expect(clippy::cast_precision_loss, reason = "seconds with a fraction")]
-fn process_cpu_seconds() -> f64 {
-    let now = clock_gettime(ClockId::ProcessCPUTime);
-    now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
 }
 
 /// The middle value, the mean of the middle two of an even number; 0 of none.
@@ -65,8 +59,8 @@ mod tests {
     #[test]
     fn work_costs_cpu_time_and_sleep_does_not() {
         let spin = || {
-            let started = process_cpu_seconds();
-            while process_cpu_seconds() - started < 0.01 {}
+            let started = cpu_time::of_process().as_secs_f64();
+            while cpu_time::of_process().as_secs_f64() - started < 0.01 {}
             Ok::<_, ()>(())
         };
         let ((), took) = timed(spin).unwrap();

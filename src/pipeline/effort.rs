@@ -14,9 +14,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
-
 use crate::codec::Effort;
+use crate::cpu_time;
 use crate::progress::Meter;
 use crate::timeline::{EFFORT, Probe, Watch};
 
@@ -157,7 +156,7 @@ impl Pacer {
                 control,
                 span: Span::default(),
                 looked_at: Instant::now(),
-                process: cpu_time(ClockId::ProcessCPUTime),
+                process: cpu_time::of_process(),
                 stored: 0,
             }),
         }
@@ -196,7 +195,7 @@ impl Pacer {
         if elapsed < LOOK_EVERY {
             return;
         }
-        let (process, stored) = (cpu_time(ClockId::ProcessCPUTime), stored());
+        let (process, stored) = (cpu_time::of_process(), stored());
         let span = Span {
             process: process.saturating_sub(tally.process),
             available: elapsed * self.processors,
@@ -207,15 +206,6 @@ impl Pacer {
         let effort = tally.control.look(&span);
         self.effort.store(effort.to_bits(), Ordering::Relaxed);
     }
-}
-
-/// What this thread has cost so far.
-pub(super) fn thread_time() -> Duration {
-    cpu_time(ClockId::ThreadCPUTime)
-}
-
-fn cpu_time(clock: ClockId) -> Duration {
-    Duration::try_from(clock_gettime(clock)).unwrap_or(Duration::ZERO)
 }
 
 /// Part of whole, 0 of nothing.

@@ -10,13 +10,14 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
-use super::effort::{Pacer, thread_time};
+use super::effort::Pacer;
 use super::gauge::{Gauge, slowest, watch_pools};
 use super::lend::Lender;
 use super::pack::{FrameBytes, FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Body, Crc64, Encoded, Encoder};
+use crate::cpu_time;
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
 use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
@@ -316,12 +317,12 @@ impl Compressors<'_> {
             idle += waited;
 
             let (lane, index, len) = (chunk.lane, chunk.index, chunk.len);
-            let (started, cpu_before) = (Instant::now(), thread_time());
+            let (started, cpu_before) = (Instant::now(), cpu_time::of_thread());
             let encoded = encoder.encode(&chunk.buffer[..len], &mut frame, self.pacer.effort());
             let busy = started.elapsed();
             let coding = encoded.kind.name(encoded.filter);
             self.gauge.busy_as(lane, coding, len as u64, busy);
-            let computing = thread_time().saturating_sub(cpu_before);
+            let computing = cpu_time::of_thread().saturating_sub(cpu_before);
             self.pacer
                 .note(idle, busy, computing, || self.acknowledged());
             let meter = &self.targets[lane].meter;

@@ -9,9 +9,6 @@
 //! What can fail: making an encoder.
 
 use std::fmt;
-use std::time::Duration;
-
-use rustix::time::{ClockId, clock_gettime};
 
 use super::super::digest::Digesting;
 use super::super::effort::{
@@ -30,6 +27,7 @@ use super::{
 };
 use crate::codec::checksum::Summing;
 use crate::codec::{Crc64, Digest};
+use crate::cpu_time;
 
 /// How hard the encoder tries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -392,11 +390,11 @@ impl Encoder {
             Level::Auto => effort,
             _ => Effort::MOST,
         };
-        let started = thread_cpu_time();
+        let started = cpu_time::of_thread();
         let (coding, forecast) = tools.choose(&self.settings, chunk, out, effort);
         let encoded = tools.code(coding, self.settings.plane_coder, chunk, out);
         let gigabytes = chunk.len() as f32 / 1e9;
-        let taken = thread_cpu_time().saturating_sub(started).as_secs_f32() / gigabytes;
+        let taken = cpu_time::of_thread().saturating_sub(started).as_secs_f32() / gigabytes;
         tools.rates.learn(coding.way(), forecast.cpu, taken);
         encoded
     }
@@ -434,12 +432,6 @@ impl fmt::Debug for Encoder {
             .field("settings", &self.settings)
             .finish_non_exhaustive()
     }
-}
-
-/// This thread's, so that it says what a chunk took and not what the neighbours did meanwhile.
-fn thread_cpu_time() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::try_from(now).unwrap_or_default()
 }
 
 /// The raw frame: read once, a block at a time, by all three sums.
@@ -666,14 +658,14 @@ impl Tools {
         };
         let mut stored = 0;
         let mut tried = 0;
-        let started = thread_cpu_time();
+        let started = cpu_time::of_thread();
         for index in 0..count {
             let stretch = &chunk[self.sample.stretch(chunk.len(), len, index, count)];
             let (written, _) = self.write(coding, plane_coder, stretch, out, |_| ())?;
             tried += zeros_left_out(stretch);
             stored += written;
         }
-        let taken = thread_cpu_time().saturating_sub(started).as_secs_f32();
+        let taken = cpu_time::of_thread().saturating_sub(started).as_secs_f32();
         let filled = 1.0 - self.sample.zero_share();
         let tried = tried.max(1) as f32;
         let per_gb = taken / (tried / 1e9);

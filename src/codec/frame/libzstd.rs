@@ -71,7 +71,7 @@ impl Compressor {
         Ok(())
     }
 
-    /// One frame of the whole chunk at the start of `out`; its length. `None` when it does not fit.
+    /// One frame of the whole chunk at the start of `out`; its length. What libzstd says when it does not fit.
     pub(super) fn whole(
         &mut self,
         level: i32,
