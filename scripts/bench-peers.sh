@@ -8,7 +8,7 @@
 #   --runs    runs of each participant, 5 if not said
 #   --only    rows: incompressible image bf16 stored link restore-image restore-incompressible never-slower growth small uploads downloads
 #
-# Needs a Rust toolchain, 18 GiB of available memory (8 of them in /dev/shm) and the network for the peers; installs what else it misses on Debian and
+# Needs a Rust toolchain, 18 GiB of available memory, a mount namespace (root, or users may make them) and the network for the peers; installs what else it misses on Debian and
 # Ubuntu. BIN_DIR names a folder with the programs and libemulated_cuda.so where they are built already. Exit 1: a bar was missed; 2: a run failed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -49,4 +49,14 @@ WHEELS=("$WHEEL_DIR"/*.whl)
 use_test_store
 DRIVER_DIR=$(EMULATED_CUDA_LIB=$BIN_DIR/libemulated_cuda.so emulated_driver_dir)
 
-exec "$PYTHON" scripts/bench/peers.py "$@" --out "$OUT" --bin-dir "$BIN_DIR" --driver-dir "$DRIVER_DIR" --wheel "${WHEELS[0]}" --s5cmd "$S5CMD"
+# Data and emulated GPU memory lie in a tmpfs with huge pages, seen by these processes alone: with pages of 4 KiB, which is all that /dev/shm has by default,
+# every program's reading of them would cost as much as what is compared.
+MEMORY_DIR=$TARGET_DIR/bench-memory
+mkdir -p "$MEMORY_DIR"
+unshare=(unshare --mount)
+[ "$(id -u)" -eq 0 ] || unshare+=(--map-root-user)
+"${unshare[@]}" true || fail "this needs a mount namespace of its own: run it as root, or where users may have namespaces"
+# shellcheck disable=SC2016 # the variables are the inner shell's
+exec "${unshare[@]}" sh -euc 'mount -t tmpfs -o huge=always,size=95%,mode=700 bench-memory "$0"; exec "$@"' "$MEMORY_DIR" \
+    "$PYTHON" scripts/bench/peers.py "$@" --out "$OUT" --bin-dir "$BIN_DIR" --driver-dir "$DRIVER_DIR" --wheel "${WHEELS[0]}" --s5cmd "$S5CMD" \
+    --memory-dir "$MEMORY_DIR"

@@ -175,7 +175,7 @@ class Bench:
 
     def cuda_env(self, size, vram):
         """The environment of a process that uses the emulated GPU. It has twice the memory: what is resident counts as used before a restore."""
-        cuda = f"gpus=1;memory={2 * size};vram={vram};node={os.getpid()}"
+        cuda = f"gpus=1;memory={2 * size};vram={vram};memory-dir={self.dir};node={os.getpid()}"
         return {**self.env, "LD_LIBRARY_PATH": self.driver_dir, "EMULATED_CUDA": cuda}
 
     def target(self, file, size, vram, is_suspended=False):

@@ -426,6 +426,7 @@ def main():
     parser.add_argument("--driver-dir", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--wheel", required=True, help=argparse.SUPPRESS)
     parser.add_argument("--s5cmd", required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-dir", type=Path, required=True, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.runs < 1:
         parser.error("--runs takes 1 or more")
@@ -437,8 +438,8 @@ def main():
         print(f"bench-peers: WARNING: the load is {load:.1f}: this machine is busy, and no figure will be right", file=sys.stderr)
     # What is started and made is cleared away on a signal too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Data and logs lie in memory: no disk takes part.
-    with tempfile.TemporaryDirectory(prefix="bench-peers-", dir="/dev/shm") as folder:
+    # Data, logs and emulated GPU memory lie in memory: no disk takes part.
+    with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=args.memory_dir) as folder:
         bench = Bench(Path(folder), args.bin_dir, args.driver_dir, args.wheel)
         comparison = Comparison(bench, Sizes.quick() if args.quick else Sizes.full(args.runs), args.s5cmd)
         return run(comparison, args, parser, load)

@@ -71,10 +71,8 @@ impl Coder {
     }
 
     pub(super) fn encoder(self, chunk_len: usize) -> Result<FrameEncoder, BenchError> {
-        let mut encoder = Encoder::new(self.settings)?;
-        encoder.warm_up(chunk_len)?;
         Ok(FrameEncoder {
-            encoder,
+            encoder: Encoder::team(self.settings, 1, chunk_len)?.swap_remove(0),
             effort: self.effort,
             out: touched(frame_bound(chunk_len)),
         })
@@ -218,12 +216,8 @@ impl Flow<'_> {
                     extent,
                 });
             }
-            let mut encoders = Vec::new();
-            for _ in 0..plan.threads {
-                let mut encoder = Encoder::new(self.config.compression.settings)?;
-                encoder.warm_up(len(plan.chunk_len))?;
-                encoders.push(encoder);
-            }
+            let settings = self.config.compression.settings;
+            let encoders = Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?;
             let resources = SaveResources {
                 store: Arc::clone(store),
                 runtime: self.runtime.clone(),

@@ -82,12 +82,8 @@ impl Memory {
             queues.push(CopyQueue::prepare(driver, device, depth, STREAMS_OUT)?);
             tables.push(FrameTable::new(gpu.memory_len, plan.chunk_len));
         }
-        let mut encoders = Vec::new();
-        for _ in 0..plan.threads {
-            let mut encoder = Encoder::new(session.config.compression.settings)?;
-            encoder.warm_up(len(plan.chunk_len))?;
-            encoders.push(encoder);
-        }
+        let settings = session.config.compression.settings;
+        let encoders = Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?;
         let frame_buffers = BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?;
         let pack_buffers = BufferPool::new(plan.pack_buffers, len(PACK_LEN), None)?;
         Ok(Self {

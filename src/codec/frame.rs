@@ -10,7 +10,8 @@
 //!
 //! Every frame, however made, is one that any zstd reads with its default limits (checked against the `zstd` tool: hand-made frames with longer blocks or
 //! larger windows are refused by it): content size present, no dictionary, blocks of at most 128 KiB, and a window of at most 8 MiB. A frame with a filter decodes to the
-//! filter's content, unit by unit (`docs/format.md`), has no matches further back than 128 KiB, and no content checksum: the digest and the store's checksum cover it.
+//! filter's content, unit by unit (`docs/format.md`), and has no matches further back than 128 KiB. Content checksums (XXH64) stand in the frames of an encoder that may use no filter:
+//! they are for other tools. Anywhere else they would cost a third of what a raw frame costs, and the digest and the store's checksum cover the same bytes.
 //!
 //! What can fail: making a context (memory), and the way back ([`FrameError`]). Encoding cannot: where compression fails, the frame is raw.
 
@@ -76,18 +77,23 @@ pub const CHUNK_LEN_MAX: u64 = 64 << 20;
 /// Shortest chunk length, in bytes, that the image format allows (an extent's last chunk may be shorter).
 pub const CHUNK_LEN_MIN: u64 = 1 << 20;
 
-/// Most bytes of any frame of a chunk of `raw_len` bytes: that of its raw frame.
+/// Most bytes of any frame of a chunk of `raw_len` bytes: that of its raw frame with a content checksum.
 pub const fn frame_bound(raw_len: usize) -> usize {
-    HAND_HEADER_LEN + raw_block_count(raw_len) * BLOCK_HEADER_LEN + raw_len + CONTENT_CHECKSUM_LEN
+    raw_frame_len(raw_len, true)
 }
 
-/// Fewest bytes of any valid frame with a content size: header 6, one block 3; and the checksum 4, which only frames with a filter lack.
-pub const fn frame_len_min(filter: Filter) -> u32 {
-    match filter {
-        Filter::None => 13,
-        _ => 9,
-    }
+/// Bytes of the raw frame of a chunk of `raw_len` bytes.
+pub const fn raw_frame_len(raw_len: usize, has_checksum: bool) -> usize {
+    let end_len = if has_checksum {
+        CONTENT_CHECKSUM_LEN
+    } else {
+        0
+    };
+    HAND_HEADER_LEN + raw_block_count(raw_len) * BLOCK_HEADER_LEN + raw_len + end_len
 }
+
+/// Fewest bytes of any valid frame with a content size: header 6, one block 3.
+pub const FRAME_LEN_MIN: u32 = 9;
 
 /// An empty frame still has one (empty) block.
 const fn raw_block_count(raw_len: usize) -> usize {
@@ -155,8 +161,8 @@ pub(super) fn raw_block_header(raw_len: usize, index: usize) -> [u8; BLOCK_HEADE
 }
 
 /// The raw frame of `chunk` as pieces that share its memory: header and block headers in pieces of their own, slices of the chunk between them, and the `checksum` that the
-/// encoder said ([`Body::Raw`]).
-pub fn raw_pieces(chunk: Bytes, checksum: u32) -> impl Iterator<Item = Bytes> {
+/// encoder said ([`Body::Raw`]), if it did.
+pub fn raw_pieces(chunk: Bytes, checksum: Option<u32>) -> impl Iterator<Item = Bytes> {
     /// The header of every block but the last.
     static FULL_BLOCK: [u8; BLOCK_HEADER_LEN] = {
         let [h0, h1, h2, ..] = (BLOCK_LEN_MAX << 3).to_le_bytes();
@@ -167,7 +173,7 @@ pub fn raw_pieces(chunk: Bytes, checksum: u32) -> impl Iterator<Item = Bytes> {
     let blocks = (0..count).flat_map(move |index| {
         let header = raw_block_header(raw_len, index);
         let before = match index {
-            0 => Bytes::from([hand_header(raw_len, true).as_slice(), &header].concat()),
+            0 => Bytes::from([&hand_header(raw_len, checksum.is_some()), &header[..]].concat()),
             _ if index + 1 < count => Bytes::from_static(&FULL_BLOCK),
             _ => Bytes::copy_from_slice(&header),
         };
@@ -175,26 +181,28 @@ pub fn raw_pieces(chunk: Bytes, checksum: u32) -> impl Iterator<Item = Bytes> {
         let end = raw_len.min(start + BLOCK_LEN_MAX);
         [before, chunk.slice(start..end)]
     });
-    let checksum = Bytes::copy_from_slice(&checksum.to_le_bytes());
-    blocks.chain([checksum]).filter(|piece| !piece.is_empty())
+    let checksum = checksum.map(|checksum| Bytes::copy_from_slice(&checksum.to_le_bytes()));
+    blocks.chain(checksum).filter(|piece| !piece.is_empty())
 }
 
-/// Writes the frame of [`raw_pieces`] to the start of `out`, and says how long it is: [`frame_bound`] of the chunk's length.
+/// Writes the frame of [`raw_pieces`] to the start of `out`, and says how long it is: [`raw_frame_len`].
 ///
 /// # Panics
 /// When `out` is shorter than that.
-pub fn write_raw(chunk: &[u8], checksum: u32, out: &mut [u8]) -> usize {
+pub fn write_raw(chunk: &[u8], checksum: Option<u32>, out: &mut [u8]) -> usize {
     let mut len = 0;
     let mut put = |bytes: &[u8]| {
         out[len..len + bytes.len()].copy_from_slice(bytes);
         len += bytes.len();
     };
-    put(&hand_header(chunk.len(), true));
+    put(&hand_header(chunk.len(), checksum.is_some()));
     for index in 0..raw_block_count(chunk.len()) {
         put(&raw_block_header(chunk.len(), index));
         put(&chunk[index * BLOCK_LEN_MAX..chunk.len().min((index + 1) * BLOCK_LEN_MAX)]);
     }
-    put(&checksum.to_le_bytes());
+    if let Some(checksum) = checksum {
+        put(&checksum.to_le_bytes());
+    }
     len
 }
 
@@ -232,9 +240,6 @@ pub enum FrameError {
     /// The frame needs a dictionary; none of ours does.
     #[error("frame needs a dictionary")]
     Dictionary,
-    /// The frame carries no content checksum; all of ours without a filter do.
-    #[error("frame carries no content checksum")]
-    NoContentChecksum,
     /// The frame ends elsewhere than the table says.
     #[error("frame ends after {found} bytes; the frame table says {expected}")]
     Span {
@@ -292,10 +297,6 @@ fn check_header(frame: &[u8], filter: Filter, raw_len: u64) -> Result<Header, Fr
         return Err(FrameError::Dictionary);
     }
     let has_checksum = descriptor & CHECKSUM_FLAG != 0;
-    if !has_checksum && filter == Filter::None {
-        return Err(FrameError::NoContentChecksum);
-    }
-
     let (window_len, rest) = if single_segment {
         (None, rest)
     } else {
@@ -348,8 +349,8 @@ struct ZeroFrame {
 
 impl ZeroFrame {
     /// Of a chunk that is known to be all zero and not empty.
-    fn of(chunk: &[u8]) -> Self {
-        let mut frame = hand_header(chunk.len(), true).to_vec();
+    fn of(chunk: &[u8], has_checksum: bool) -> Self {
+        let mut frame = hand_header(chunk.len(), has_checksum).to_vec();
         for index in 0..raw_block_count(chunk.len()) {
             let start = index * BLOCK_LEN_MAX;
             let len = (chunk.len() - start).min(BLOCK_LEN_MAX);
@@ -357,9 +358,11 @@ impl ZeroFrame {
             frame.extend_from_slice(&block_header(BlockType::Rle, len, last));
             frame.push(0);
         }
-        let mut checksum = ContentChecksum::new();
-        checksum.update(chunk);
-        frame.extend_from_slice(&checksum.finish().to_le_bytes());
+        if has_checksum {
+            let mut checksum = ContentChecksum::new();
+            checksum.update(chunk);
+            frame.extend_from_slice(&checksum.finish().to_le_bytes());
+        }
         Self {
             raw_len: chunk.len(),
             digest: Digest::of(chunk),

@@ -5,14 +5,14 @@
 //! the digest, which says more than the frame's own checksum.
 
 use super::frame::{
-    BLOCK_HEADER_LEN, BLOCK_LEN_MAX, HAND_HEADER_LEN, hand_header, raw_block_header,
+    BLOCK_HEADER_LEN, BLOCK_LEN_MAX, HAND_HEADER_LEN, hand_header, raw_block_header, raw_frame_len,
 };
-use super::frame_bound;
 
 /// How far one raw frame has come.
 #[derive(Debug, Clone)]
 pub struct RawFrame {
     raw_len: usize,
+    has_checksum: bool,
     /// Bytes of the frame that were seen.
     seen: usize,
     is_ours: bool,
@@ -29,13 +29,15 @@ enum Next {
 }
 
 impl RawFrame {
-    /// A frame that is to hold a chunk of `raw_len` bytes, of which nothing was seen yet.
-    pub fn new(raw_len: usize) -> Self {
-        Self {
+    /// A frame of `stored_len` bytes that is to hold a chunk of `raw_len` bytes, of which nothing was seen yet. `None` when no raw frame of that chunk has this length.
+    pub fn new(raw_len: usize, stored_len: usize) -> Option<Self> {
+        let has_checksum = stored_len == raw_frame_len(raw_len, true);
+        (stored_len == raw_frame_len(raw_len, has_checksum)).then_some(Self {
             raw_len,
+            has_checksum,
             seen: 0,
             is_ours: true,
-        }
+        })
     }
 
     /// Takes the next bytes of the frame, and puts what is content of them at its place in `out`.
@@ -64,13 +66,13 @@ impl RawFrame {
 
     /// Whether the frame was seen whole, and around its content every byte was as our encoder writes it.
     pub fn finish(&self) -> bool {
-        self.is_ours && self.seen == frame_bound(self.raw_len)
+        self.is_ours && self.seen == raw_frame_len(self.raw_len, self.has_checksum)
     }
 
     fn next(&self) -> Next {
         const WITH_HEADER: usize = BLOCK_HEADER_LEN + BLOCK_LEN_MAX;
         let Some(in_blocks) = self.seen.checked_sub(HAND_HEADER_LEN) else {
-            let header = hand_header(self.raw_len, true);
+            let header = hand_header(self.raw_len, self.has_checksum);
             return Next::Header(header, self.seen..HAND_HEADER_LEN);
         };
         let (index, at) = (in_blocks / WITH_HEADER, in_blocks % WITH_HEADER);
@@ -98,7 +100,7 @@ impl RawFrame {
 mod tests {
     use super::*;
     use crate::codec::frame::write_raw;
-    use crate::codec::{Body, Effort, Encoder, Level, Settings};
+    use crate::codec::{Body, Effort, Encoder, FilterChoice, Level, Settings, frame_bound};
 
     fn chunk(len: usize) -> Vec<u8> {
         let mut random = fastrand::Rng::with_seed(len as u64 + 1);
@@ -107,24 +109,30 @@ mod tests {
         chunk
     }
 
-    fn frame_of(chunk: &[u8]) -> Vec<u8> {
+    /// Its raw frame: with a content checksum where no filter may be used.
+    fn frame_of(chunk: &[u8], filter: FilterChoice) -> Vec<u8> {
         let mut out = vec![0; frame_bound(chunk.len())];
         let mut encoder = Encoder::new(Settings {
             level: Level::None,
+            filter,
             ..Settings::default()
         })
         .unwrap();
         let Body::Raw { checksum } = encoder.encode(chunk, &mut out, Effort::LEAST).body else {
             panic!("another frame than a raw one");
         };
-        assert_eq!(write_raw(chunk, checksum, &mut out), out.len());
+        assert_eq!(checksum.is_some(), filter == FilterChoice::None);
+        let len = write_raw(chunk, checksum, &mut out);
+        out.truncate(len);
         out
     }
 
     /// What landed, and whether the frame was one of ours.
     fn land(frame: &[u8], raw_len: usize, piece_len: usize) -> (Vec<u8>, bool) {
         let mut out = vec![0xAA; raw_len];
-        let mut raw = RawFrame::new(raw_len);
+        let Some(mut raw) = RawFrame::new(raw_len, frame.len()) else {
+            return (out, false);
+        };
         for piece in frame.chunks(piece_len) {
             raw.take(piece, &mut out);
         }
@@ -143,10 +151,12 @@ mod tests {
             3 * BLOCK_LEN_MAX + 77,
         ] {
             let chunk = chunk(len);
-            let frame = frame_of(&chunk);
-            for piece_len in [1, 7, 4096, 200_000, usize::MAX] {
-                let (landed, is_ours) = land(&frame, len, piece_len);
-                assert!(is_ours && landed == chunk, "{len} in pieces of {piece_len}");
+            for filter in [FilterChoice::Auto, FilterChoice::None] {
+                let frame = frame_of(&chunk, filter);
+                for piece_len in [1, 7, 4096, 200_000, usize::MAX] {
+                    let (landed, is_ours) = land(&frame, len, piece_len);
+                    assert!(is_ours && landed == chunk, "{len} in pieces of {piece_len}");
+                }
             }
         }
     }
@@ -154,7 +164,7 @@ mod tests {
     #[test]
     fn a_frame_that_differs_around_its_content_is_not_taken_for_ours() {
         let len = 2 * BLOCK_LEN_MAX + 5;
-        let frame = frame_of(&chunk(len));
+        let frame = frame_of(&chunk(len), FilterChoice::None);
         let second_block = HAND_HEADER_LEN + BLOCK_HEADER_LEN + BLOCK_LEN_MAX;
         for at in (0..HAND_HEADER_LEN + 3).chain(second_block..second_block + 3) {
             let mut damaged = frame.clone();
@@ -166,5 +176,12 @@ mod tests {
         assert!(!land(&longer, len, 1000).1);
         assert!(!land(&frame[..frame.len() - 1], len, 1000).1);
         assert!(!land(&frame, len - 1, 1000).1);
+        // Fewer bytes than announced, and more.
+        let mut raw = RawFrame::new(len, frame.len()).unwrap();
+        let mut out = vec![0; len];
+        raw.take(&frame[..frame.len() - 1], &mut out);
+        assert!(!raw.finish());
+        raw.take(&[0; 2], &mut out);
+        assert!(!raw.finish());
     }
 }

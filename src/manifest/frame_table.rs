@@ -12,7 +12,7 @@ use super::{
     ExtentRecord, FORMAT, ManifestError, PLANES, TableRecord, check_len, check_version, digest_of,
     ensure, parse, rule,
 };
-use crate::codec::frame::frame_len_min;
+use crate::codec::frame::FRAME_LEN_MIN;
 use crate::codec::seek_table::{self, SeekTableError};
 use crate::codec::{Digest, Filter, FrameKind, frame_bound};
 use crate::plan::Chunks;
@@ -405,7 +405,7 @@ impl FrameTable {
                 "only a compressed frame may be behind a filter",
             )?;
             ensure(
-                entry.stored_len >= frame_len_min(entry.filter)
+                entry.stored_len >= FRAME_LEN_MIN
                     && entry.stored_len as usize <= frame_bound(entry.raw_len as usize),
                 || format!("frame table's stored[{}]", entry.index),
                 &entry.stored_len,

@@ -8,23 +8,32 @@
 //! gigabyte costs to send, in CPU-seconds, because compression below that price pays for itself.
 //!
 //! Waiting alone says nothing about the processors: where copying and sending take them, compressors wait too, for a stage that waits for a processor. So it is held against the share of the processors
-//! that the process had, and against how long compressors stood ready without one.
+//! that the process had, and against what of the machine nobody used.
+//!
+//! A slow link frees buffers a part at a time, and compressors fill them in a burst with all the processors they can get. So a look covers as many bytes as all the buffers hold, or so
+//! long a time that it was no burst; the effort falls only while the store takes what the compressors make; and a rise is the higher the longer the time without work was.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::codec::Effort;
-use crate::cpu_time;
+use crate::cpu_time::{self, MachineTime};
 use crate::progress::Meter;
 use crate::timeline::{EFFORT, Probe, Watch};
 
-/// Time between two looks, if chunks end that often: long against a chunk, short against a save.
+/// Least time between two looks: long against a chunk, short against a save.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// After so much time there is a look however few bytes went by.
+const LOOK_AFTER: Duration = Duration::from_millis(400);
+/// A look counts for as many as would fit its time, up to this.
+const RISES_MAX: u32 = 4;
 /// An emergency has no time to find out.
 const EFFORT_FIRST: f32 = Effort::FIRST.0;
 /// CPU-seconds for a gigabyte that no sender is known to undercut: system calls, TCP and a network card.
 const EFFORT_LEAST: f32 = 0.2;
+/// However much a gigabyte seems to cost, the price counts no more than this: it may be others' work.
+const PRICE_MOST: f32 = 1.5;
 /// What the slowest coding that the pipeline leaves to the encoder asks for to gain a hundredth of a chunk. More would only take longer to come down from.
 const EFFORT_MOST: f32 = 300.0;
 /// Paid beyond the price of sending: it keeps what is compressed within 5 % of what is not, where sending is cheap.
@@ -35,14 +44,16 @@ const IDLE_RISE: f64 = 0.15;
 const IDLE_FALL: f64 = 0.05;
 /// Share of the processors from which on they count as taken.
 const TAKEN: f64 = 0.9;
-/// Share of their working time that compressors stood ready without a processor, from which on others need them.
-const KEPT_OUT: f64 = 0.15;
-/// Share of waiting above which compressors wait for something else than a processor, whoever was in their way while they worked.
-const IDLE_MOSTLY: f64 = 0.75;
+/// Share of the machine's processors below which what nobody used counts as nothing.
+const UNUSED: f64 = 0.1;
 /// A step up. Twice as much takes four looks.
 const RISE: f32 = 1.19;
 /// A step down: twice as fast as up, because too much effort holds everything up and too little only costs bytes.
 const FALL: f32 = 1.41;
+/// A step down that follows upon another: it was far too much.
+const FALL_ON: f32 = 2.0;
+/// Share of what the compressors make that the store takes, below which it is not them that the others wait for.
+const KEEPS_UP: f64 = 0.9;
 /// Looks without a rise after a fall. The next coding up may cost a multiple, so that the effort goes to and fro across its price: it is to be below for nearly all the time.
 const REST: u32 = 12;
 /// What a look back counts for at the next look, when the price of sending is taken.
@@ -54,6 +65,8 @@ const SENT_EXPECTED: f64 = 0.1;
 /// What happened since the last look.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Span {
+    /// How long ago that is.
+    pub(super) elapsed: Duration,
     /// Of the compressors together: at work, by the clock on the wall.
     pub(super) busy: Duration,
     /// Of the compressors together: at work, by the processors' clocks.
@@ -64,6 +77,10 @@ pub(super) struct Span {
     pub(super) process: Duration,
     /// What all processors together could have given.
     pub(super) available: Duration,
+    /// Share of the machine's processors that nobody used, where that is known.
+    pub(super) unused: Option<f64>,
+    /// Bytes of the frames that the compressors made.
+    pub(super) made: u64,
     /// Bytes that the store has acknowledged.
     pub(super) stored: u64,
 }
@@ -74,6 +91,8 @@ pub(super) struct Control {
     effort: f32,
     /// Looks until it may rise again.
     rest: u32,
+    /// Whether it fell at the last look.
+    is_falling: bool,
     /// CPU-seconds and gigabytes of what was sent lately.
     sending: f64,
     sent: f64,
@@ -85,6 +104,7 @@ impl Control {
         Self {
             effort: EFFORT_FIRST,
             rest: 0,
+            is_falling: false,
             sending: SENDING_EXPECTED * SENT_EXPECTED,
             sent: SENT_EXPECTED,
         }
@@ -102,17 +122,23 @@ impl Control {
         self.sent = self.sent * MEMORY + gigabytes(span.stored);
 
         let idle = share(span.idle, span.idle + span.busy);
-        let kept_out = share(span.busy.saturating_sub(span.computing), span.busy);
         let is_taken = share(span.process, span.available) >= TAKEN
-            || kept_out >= KEPT_OUT && idle < IDLE_MOSTLY;
-        if idle < IDLE_FALL || is_taken {
-            self.effort /= FALL;
+            || span.unused.is_some_and(|unused| unused < UNUSED);
+        let keeps_up = span.stored as f64 >= KEEPS_UP * span.made as f64;
+        let falls = (idle < IDLE_FALL || is_taken) && keeps_up;
+        if falls {
+            self.effort /= if self.is_falling { FALL_ON } else { FALL };
             self.rest = REST;
-        } else if self.rest > 0 {
-            self.rest -= 1;
-        } else if idle > IDLE_RISE {
-            self.effort *= RISE;
+        } else {
+            let looks = span.elapsed.as_millis() / LOOK_EVERY.as_millis();
+            let looks = u32::try_from(looks).map_or(RISES_MAX, |looks| looks.clamp(1, RISES_MAX));
+            let rises = looks.saturating_sub(self.rest);
+            self.rest = self.rest.saturating_sub(looks);
+            if idle > IDLE_RISE && !is_taken {
+                self.effort *= RISE.powi(rises.cast_signed());
+            }
         }
+        self.is_falling = falls;
         self.effort = self.effort.clamp(self.price(), EFFORT_MOST);
         self.effort
     }
@@ -121,7 +147,7 @@ impl Control {
     fn price(&self) -> f32 {
         #[expect(clippy::cast_possible_truncation, reason = "a ratio of a few digits")]
         let price = (self.sending / self.sent.max(f64::MIN_POSITIVE)) as f32 * PREMIUM;
-        price.clamp(EFFORT_LEAST, EFFORT_FIRST)
+        price.clamp(EFFORT_LEAST, PRICE_MOST)
     }
 }
 
@@ -131,6 +157,8 @@ pub(super) struct Pacer {
     /// Bits of the effort.
     effort: AtomicU32,
     processors: u32,
+    /// Raw bytes that all chunk buffers hold.
+    buffered: u64,
     tally: Mutex<Tally>,
 }
 
@@ -138,25 +166,31 @@ pub(super) struct Pacer {
 struct Tally {
     control: Control,
     span: Span,
+    /// Raw bytes that were coded since the last look.
+    coded: u64,
     looked_at: Instant,
-    /// What the process had cost, and what the store had acknowledged, at that time.
+    /// What the process had cost, what the machine had done, and what the store had acknowledged, at that time.
     process: Duration,
+    machine: Option<MachineTime>,
     stored: u64,
 }
 
 impl Pacer {
-    /// Begins now.
-    pub(super) fn new() -> Self {
+    /// Begins now. `buffered` is how many raw bytes all chunk buffers hold.
+    pub(super) fn new(buffered: u64) -> Self {
         let control = Control::new();
         let processors = std::thread::available_parallelism();
         Self {
             effort: AtomicU32::new(control.effort().to_bits()),
             processors: processors.map_or(1, |count| u32::try_from(count.get()).unwrap_or(1)),
+            buffered,
             tally: Mutex::new(Tally {
                 control,
                 span: Span::default(),
+                coded: 0,
                 looked_at: Instant::now(),
                 process: cpu_time::of_process(),
+                machine: MachineTime::now(),
                 stored: 0,
             }),
         }
@@ -178,9 +212,11 @@ impl Pacer {
         Effort(f32::from_bits(self.effort.load(Ordering::Relaxed)))
     }
 
-    /// A compressor waited for `idle`, and then worked on a chunk for `busy`, of which it had a processor for `computing`. `stored` counts the bytes that the store has acknowledged so far.
+    /// A compressor waited for `idle`, and then worked on a chunk of `len` bytes for `busy`, of which it had a processor for `computing`, and made a frame of `made` bytes. `stored`
+    /// counts the bytes that the store has acknowledged so far.
     pub(super) fn note(
         &self,
+        (len, made): (u64, u64),
         idle: Duration,
         busy: Duration,
         computing: Duration,
@@ -190,22 +226,42 @@ impl Pacer {
         tally.span.idle += idle;
         tally.span.busy += busy;
         tally.span.computing += computing;
+        tally.coded += len;
+        tally.span.made += made;
         let now = Instant::now();
         let elapsed = now - tally.looked_at;
-        if elapsed < LOOK_EVERY {
+        let is_burst = tally.coded < self.buffered && elapsed < LOOK_AFTER;
+        if elapsed < LOOK_EVERY || is_burst {
             return;
         }
-        let (process, stored) = (cpu_time::of_process(), stored());
+        let (process, machine, stored) = (cpu_time::of_process(), MachineTime::now(), stored());
+        let unused = tally.machine.zip(machine).and_then(unused);
         let span = Span {
+            elapsed,
             process: process.saturating_sub(tally.process),
             available: elapsed * self.processors,
+            unused,
             stored: stored - tally.stored,
             ..std::mem::take(&mut tally.span)
         };
-        (tally.looked_at, tally.process, tally.stored) = (now, process, stored);
+        tally.coded = 0;
+        (tally.looked_at, tally.process) = (now, process);
+        (tally.machine, tally.stored) = (machine, stored);
         let effort = tally.control.look(&span);
         self.effort.store(effort.to_bits(), Ordering::Relaxed);
     }
+}
+
+/// Share of the processors' time between two readings that nobody used. `None` where no tick passed.
+fn unused((before, now): (MachineTime, MachineTime)) -> Option<f64> {
+    let total = now
+        .total
+        .checked_sub(before.total)
+        .filter(|ticks| *ticks > 0)?;
+    let idle = now.idle.saturating_sub(before.idle);
+    #[expect(clippy::cast_precision_loss, reason = "a ratio of a few digits")]
+    let share = idle as f64 / total as f64;
+    Some(share)
 }
 
 /// Part of whole, 0 of nothing.
@@ -230,8 +286,9 @@ mod tests {
         cores: f64,
         /// CPU-seconds for a stored gigabyte.
         sending: f64,
-        /// CPU-seconds for a raw gigabyte beside compression and sending.
+        /// CPU-seconds for a raw gigabyte beside compression and sending, and of it those of other processes.
         copying: f64,
+        neighbours: f64,
         /// Most raw gigabytes a second that the GPU gives.
         copy: f64,
         /// Most stored gigabytes a second that the network takes.
@@ -269,18 +326,23 @@ mod tests {
                 .min(self.link / stored_share);
             let seconds = 0.05;
             let computing = raw_rate * coding * seconds;
-            let process = raw_rate * cpu * seconds;
+            let all = raw_rate * cpu * seconds;
             // Where the processors are full, whoever works waits for one about as long as it works.
-            let busy = match process >= 0.99 * self.cores * seconds {
+            let busy = match all >= 0.99 * self.cores * seconds {
                 true => (computing * 1.5).min(self.cores * seconds),
                 false => computing,
             };
+            // What the neighbours take is not ours.
+            let process = all - raw_rate * self.neighbours * seconds;
             let span = Span {
+                elapsed: Duration::from_secs_f64(seconds),
                 busy: Duration::from_secs_f64(busy),
                 computing: Duration::from_secs_f64(computing),
                 idle: Duration::from_secs_f64(self.cores * seconds - busy),
                 process: Duration::from_secs_f64(process),
                 available: Duration::from_secs_f64(self.cores * seconds),
+                unused: Some(1.0 - all / (self.cores * seconds)),
+                made: bytes(raw_rate * stored_share * seconds),
                 stored: bytes(raw_rate * stored_share * seconds),
             };
             let outcome = Outcome {
@@ -324,6 +386,7 @@ mod tests {
         cores: 2.0,
         sending: 0.35,
         copying: 0.02,
+        neighbours: 0.0,
         copy: 50.0,
         link: 50.0,
         codings: WEIGHTS,
@@ -351,6 +414,22 @@ mod tests {
     fn full_processors_are_hardly_slower_for_compressing() {
         let settled = NODE.settle(400);
         let (_, raw) = NODE.run(0.0);
+        assert!(
+            settled.raw_rate > 0.95 * raw.raw_rate,
+            "{}",
+            settled.raw_rate
+        );
+    }
+
+    #[test]
+    fn processors_that_neighbours_take_are_taken() {
+        let shared = Plant {
+            copying: 0.3,
+            neighbours: 0.28,
+            ..NODE
+        };
+        let settled = shared.settle(400);
+        let (_, raw) = shared.run(0.0);
         assert!(
             settled.raw_rate > 0.95 * raw.raw_rate,
             "{}",
@@ -400,7 +479,7 @@ mod tests {
             stored: 1_000_000_000,
             ..Span::default()
         };
-        for (sending, least) in [(400, 0.5), (10, EFFORT_LEAST), (60_000, EFFORT_FIRST)] {
+        for (sending, least) in [(400, 0.5), (10, EFFORT_LEAST), (60_000, PRICE_MOST)] {
             for _ in 0..200 {
                 control.look(&busy(sending));
             }
@@ -410,6 +489,51 @@ mod tests {
                 control.effort()
             );
         }
+    }
+
+    #[test]
+    fn a_long_wait_counts_for_several_short_ones() {
+        let waited = |milliseconds| Span {
+            elapsed: Duration::from_millis(milliseconds),
+            idle: Duration::from_secs(1),
+            unused: Some(0.9),
+            ..Span::default()
+        };
+        let after = |spans: &[Span]| {
+            let mut control = Control::new();
+            for span in spans {
+                control.look(span);
+            }
+            control.effort()
+        };
+        let short = after(&[waited(50); 3]);
+        assert!((after(&[waited(150)]) - short).abs() < 0.01);
+        let longest = after(&[waited(60_000)]);
+        assert!((longest - EFFORT_FIRST * RISE.powi(4)).abs() < 0.01);
+        // Nobody may be waiting for processors that others have.
+        let taken = Span {
+            unused: Some(0.0),
+            ..waited(60_000)
+        };
+        assert!(after(&[taken]) < EFFORT_FIRST);
+    }
+
+    #[test]
+    fn a_burst_that_the_store_does_not_keep_up_with_is_no_reason_to_try_less() {
+        let burst = |stored| Span {
+            elapsed: Duration::from_millis(100),
+            busy: Duration::from_millis(200),
+            computing: Duration::from_millis(100),
+            process: Duration::from_millis(200),
+            available: Duration::from_millis(200),
+            unused: Some(0.0),
+            made: 100_000_000,
+            stored,
+            ..Span::default()
+        };
+        let after = |stored| Control::new().look(&burst(stored));
+        assert!((after(10_000_000) - EFFORT_FIRST).abs() < 0.01);
+        assert!(after(90_000_000) < EFFORT_FIRST);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use super::copy::{CopyLane, VerifiedChunk};
 use super::gauge::{Gauge, Wire, slowest, watch_pools};
 use super::stage::spawn;
 use super::transfer::task_panicked;
-use crate::codec::{Decoder, Digest, FrameError, FrameKind, RawFrame, frame_bound};
+use crate::codec::{Decoder, Digest, FrameError, FrameKind, RawFrame};
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf, PoolSlice};
 use crate::manifest::{FrameEntry, FrameTable};
 use crate::outcome::StageOutcome;
@@ -368,23 +368,29 @@ struct LandingFrame {
     raw: Option<RawFrame>,
 }
 
+/// The frame, if its content alone is to land.
+fn raw_frame(entry: &FrameEntry) -> Option<RawFrame> {
+    let is_raw = entry.kind == FrameKind::Raw;
+    let (raw_len, stored_len) = (entry.raw_len as usize, entry.stored_len as usize);
+    is_raw.then(|| RawFrame::new(raw_len, stored_len)).flatten()
+}
+
 impl Landing {
     fn new(buffer: PoolBuf, entries: impl Iterator<Item = FrameEntry>) -> Self {
         let mut end = 0_usize;
         let frames = entries.map(|entry| {
             let (stored_len, raw_len) = (entry.stored_len as usize, entry.raw_len as usize);
-            let is_raw = entry.kind == FrameKind::Raw && stored_len == frame_bound(raw_len);
-            let (start, len) = if is_raw {
-                (end.next_multiple_of(LANDING_ALIGN), raw_len)
-            } else {
-                (end, stored_len)
+            let raw = raw_frame(&entry);
+            let (start, len) = match raw {
+                Some(_) => (end.next_multiple_of(LANDING_ALIGN), raw_len),
+                None => (end, stored_len),
             };
             end = start + len;
             LandingFrame {
                 entry,
                 place: start..end,
                 seen: 0,
-                raw: is_raw.then(|| RawFrame::new(raw_len)),
+                raw,
             }
         });
         Self {
@@ -414,10 +420,7 @@ impl RangeSink for Landing {
         self.at = 0;
         for frame in &mut self.frames {
             frame.seen = 0;
-            frame.raw = frame
-                .raw
-                .is_some()
-                .then(|| RawFrame::new(frame.entry.raw_len as usize));
+            frame.raw = raw_frame(&frame.entry);
         }
     }
 

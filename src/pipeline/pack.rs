@@ -51,8 +51,11 @@ pub(super) struct PackedFrame {
 pub(super) enum FrameBytes {
     /// At the start of a frame buffer.
     Written(PoolBuf),
-    /// The raw frame of the chunk at the start of a chunk buffer, with this content checksum.
-    Raw { chunk: PoolBuf, checksum: u32 },
+    /// The raw frame of the chunk at the start of a chunk buffer, with this content checksum if any.
+    Raw {
+        chunk: PoolBuf,
+        checksum: Option<u32>,
+    },
 }
 
 /// What the frame table will say about one frame.
@@ -483,7 +486,7 @@ mod tests {
     #[test]
     fn a_raw_frame_is_its_chunk_lent_or_copied() {
         let chunk: Vec<u8> = (0..60).collect();
-        let frame = raw_pieces(Bytes::from(chunk.clone()), 7).collect::<Vec<_>>();
+        let frame = raw_pieces(Bytes::from(chunk.clone()), Some(7)).collect::<Vec<_>>();
         let frame = frame.concat();
         for loans in [1, 0] {
             let (out, mut parts) = unbounded_channel();
@@ -491,7 +494,10 @@ mod tests {
             let mut packer = Packer::new(0, FrameTable::new(60, 60), packing, out);
             let mut packed = packed(&chunk, ring.acquire().unwrap().0);
             if let FrameBytes::Written(chunk) = packed.bytes {
-                packed.bytes = FrameBytes::Raw { chunk, checksum: 7 };
+                packed.bytes = FrameBytes::Raw {
+                    chunk,
+                    checksum: Some(7),
+                };
             }
             packed.crc64 = Crc64::of(&frame);
             packed.record.raw_len = 60;

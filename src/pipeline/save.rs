@@ -115,6 +115,11 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let meter = Arc::clone(&resources.meter);
     let copy_gauge = Gauge::new("copy", lanes.len()).recorded(&meter);
     let code_gauge = Gauge::new("compress", resources.encoders.len()).recorded(&meter);
+    let ring_chunks = lanes
+        .iter()
+        .map(|lane| lane.ring.count() as u64)
+        .sum::<u64>();
+    let ring_bytes = ring_chunks.saturating_mul(resources.chunk_len);
     let rings = lanes.iter().map(|lane| {
         let name = format!("ring of {}", lane.meter.label);
         (name, lane.ring.clone())
@@ -130,7 +135,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let wire = Arc::clone(&uploader.wire);
     let uploads = resources.runtime.spawn(uploader.run(parts_in));
 
-    let pacer = Arc::new(Pacer::new());
+    let pacer = Arc::new(Pacer::new(ring_bytes));
     let _watched_too = pacer.watched(&meter);
     let compressors = Compressors {
         targets: &work.targets,
@@ -323,8 +328,9 @@ impl Compressors<'_> {
             let coding = encoded.kind.name(encoded.filter);
             self.gauge.busy_as(lane, coding, len as u64, busy);
             let computing = cpu_time::of_thread().saturating_sub(cpu_before);
-            self.pacer
-                .note(idle, busy, computing, || self.acknowledged());
+            let stored = || self.acknowledged();
+            let lens = (len as u64, encoded.len() as u64);
+            self.pacer.note(lens, idle, busy, computing, stored);
             let meter = &self.targets[lane].meter;
             meter.coded.fetch_add(len as u64, Ordering::Relaxed);
 

@@ -3,12 +3,14 @@
 //! In the target the file is made here; a saver opens the very same file through `/proc/<pid>/fd/N`. Bytes go in and out with `pread` and
 //! `pwrite`: reading a hole allocates nothing in the target, and a file that another process truncates gives a short read, where a mapping
 //! would end the reader with SIGBUS. `vram=resident` maps the file instead, since its pages are always present and a copy is then as cheap
-//! as the machine allows.
-//! What can fail: the kernel has no memory or no file descriptor left (`OUT_OF_MEMORY`); a host range that is not mapped (`ILLEGAL_ADDRESS`).
+//! as the machine allows. `memory-dir` puts the file into a file system of the user's choice, such as a tmpfs with huge pages.
+//! What can fail: the kernel has no memory or no file descriptor left (`OUT_OF_MEMORY`); the folder takes no file (`OPERATING_SYSTEM`); a host range that is not mapped (`ILLEGAL_ADDRESS`).
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::codes::{Answer, Code};
@@ -24,15 +26,16 @@ pub(crate) struct Backing {
 }
 
 impl Backing {
-    /// Makes an empty file. `window` is the most that it can grow to, in bytes.
-    pub(crate) fn create(window: u64, vram: Vram) -> Answer<Backing> {
-        // SAFETY: the name is a C string literal; the call has no other effect on memory.
-        let fd = unsafe { libc::memfd_create(c"emulated-gpu".as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(Code::OUT_OF_MEMORY);
-        }
-        // SAFETY: the kernel has just given this descriptor to us and nothing else knows it.
-        let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    /// Makes an empty file, without a name in `dir` if there is one. `window` is the most that it can grow to, in bytes.
+    pub(crate) fn create(window: u64, vram: Vram, dir: Option<&Path>) -> Answer<Backing> {
+        let file = match dir {
+            Some(dir) => {
+                let mut options = OpenOptions::new();
+                options.read(true).write(true).custom_flags(libc::O_TMPFILE);
+                options.open(dir).map_err(|_io| Code::OPERATING_SYSTEM)?
+            }
+            None => memory_file()?,
+        };
         Self::wrap(file, 0, window, vram)
     }
 
@@ -161,6 +164,16 @@ impl Backing {
     }
 }
 
+fn memory_file() -> Answer<File> {
+    // SAFETY: the name is a C string literal; the call has no other effect on memory.
+    let fd = unsafe { libc::memfd_create(c"emulated-gpu".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(Code::OUT_OF_MEMORY);
+    }
+    // SAFETY: the kernel has just given this descriptor to us and nothing else knows it.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
 /// Repeats a positioned read or write until `len` bytes are done.
 fn transfer(offset: u64, len: usize, step: impl Fn(usize, i64) -> isize) -> Answer {
     let mut done = 0;
@@ -239,8 +252,8 @@ impl Drop for Mapping {
 mod tests {
     use super::*;
 
-    fn round_trip(vram: Vram) {
-        let backing = Backing::create(1 << 20, vram).unwrap();
+    fn round_trip(vram: Vram, dir: Option<&Path>) {
+        let backing = Backing::create(1 << 20, vram, dir).unwrap();
         backing.grow(3 * 4096).unwrap();
         let out = [7_u8; 5000];
         let mut back = [1_u8; 5000];
@@ -258,13 +271,21 @@ mod tests {
 
     #[test]
     fn bytes_come_back_and_discarded_ones_are_zero() {
-        round_trip(Vram::Lazy);
-        round_trip(Vram::Resident);
+        for dir in [None, Some(Path::new("/dev/shm"))] {
+            round_trip(Vram::Lazy, dir);
+            round_trip(Vram::Resident, dir);
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_an_error() {
+        let created = Backing::create(1 << 20, Vram::Lazy, Some(Path::new("/nowhere")));
+        assert_eq!(created.unwrap_err(), Code::OPERATING_SYSTEM);
     }
 
     #[test]
     fn reading_past_the_end_or_into_nothing_is_an_error() {
-        let backing = Backing::create(1 << 20, Vram::Lazy).unwrap();
+        let backing = Backing::create(1 << 20, Vram::Lazy, None).unwrap();
         backing.grow(4096).unwrap();
         let mut byte = 0_u8;
         // SAFETY: one byte on this stack, and an address that is not mapped, which the kernel answers with EFAULT.
@@ -282,7 +303,7 @@ mod tests {
 
     #[test]
     fn holes_are_skipped() {
-        let backing = Backing::create(1 << 20, Vram::Lazy).unwrap();
+        let backing = Backing::create(1 << 20, Vram::Lazy, None).unwrap();
         backing.grow(1 << 20).unwrap();
         let byte = 9_u8;
         // SAFETY: one byte on this stack.

@@ -44,6 +44,8 @@ pub(crate) struct Config {
     /// Each live allocation is rounded up to this many bytes in an extent.
     pub(crate) granularity: u64,
     pub(crate) vram: Vram,
+    /// Where memory files are made; none makes them without a file system.
+    pub(crate) memory_dir: Option<PathBuf>,
     /// What `cuDriverGetVersion` answers: 1000 × major + 10 × minor.
     pub(crate) api: u32,
     /// Device-to-host copy bandwidth of one GPU in bytes per second; 0 is unlimited.
@@ -95,6 +97,7 @@ struct Raw {
     cc: (u32, u32),
     granularity: u64,
     vram: Vram,
+    memory_dir: Option<PathBuf>,
     api: u32,
     d2h: u64,
     h2d: u64,
@@ -115,6 +118,7 @@ impl Default for Raw {
             cc: (0, 1),
             granularity: 2 << 20,
             vram: Vram::Lazy,
+            memory_dir: None,
             api: 13050,
             d2h: 0,
             h2d: 0,
@@ -169,6 +173,13 @@ impl Raw {
                     _ => return Err(wrong("lazy or resident")),
                 }
             }
+            "memory-dir" => {
+                self.memory_dir = match value {
+                    "none" => None,
+                    path if path.starts_with('/') => Some(PathBuf::from(path)),
+                    _ => return Err(wrong("an absolute path, or none")),
+                }
+            }
             "api" => {
                 let n = value.parse().ok().filter(|n| (11030..=99990).contains(n));
                 self.api = n.ok_or_else(|| wrong("1000 × major + 10 × minor, at least 11030"))?;
@@ -221,6 +232,7 @@ impl Raw {
             cc: self.cc,
             granularity: self.granularity,
             vram: self.vram,
+            memory_dir: self.memory_dir,
             api: self.api,
             d2h: self.d2h,
             h2d: self.h2d,
@@ -366,6 +378,7 @@ mod tests {
             ("memory=5TiB", "memory=5TiB"),
             ("uuids=0123", "uuids=0123"),
             ("vram=gone", "vram=gone"),
+            ("memory-dir=here", "memory-dir=here"),
             ("fault=cuInit", "fault=cuInit"),
             (
                 "gpus=2;uuids=01234567-89ab-cdef-0123-456789abcdef,01234567-89ab-cdef-0123-456789abcdef",

@@ -245,7 +245,11 @@ impl Gpu {
         if let Some(backing) = &self.backing {
             return Ok(Arc::clone(backing));
         }
-        let backing = Arc::new(Backing::create(window, config.vram)?);
+        let backing = Arc::new(Backing::create(
+            window,
+            config.vram,
+            config.memory_dir.as_deref(),
+        )?);
         self.backing = Some(Arc::clone(&backing));
         Ok(backing)
     }

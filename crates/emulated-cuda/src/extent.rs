@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn an_extent_is_its_parts_in_a_row() {
-        let backing = Backing::create(1 << 20, Vram::Lazy).unwrap();
+        let backing = Backing::create(1 << 20, Vram::Lazy, None).unwrap();
         backing.grow(1 << 20).unwrap();
         let parts = [
             Part { offset: 0, len: 10 },
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn parts_outside_the_file_are_refused() {
-        let backing = Backing::create(1 << 20, Vram::Lazy).unwrap();
+        let backing = Backing::create(1 << 20, Vram::Lazy, None).unwrap();
         backing.grow(4096).unwrap();
         let parts = [Part {
             offset: 4000,

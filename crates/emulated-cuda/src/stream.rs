@@ -320,7 +320,7 @@ mod tests {
     use crate::work::{HostAddress, Piece};
 
     fn piece(len: usize) -> Piece {
-        let backing = Backing::create(1 << 30, Vram::Lazy).unwrap();
+        let backing = Backing::create(1 << 30, Vram::Lazy, None).unwrap();
         backing.grow(len as u64).unwrap();
         Piece {
             backing: Arc::new(backing),

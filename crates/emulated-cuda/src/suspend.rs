@@ -273,7 +273,7 @@ mod tests {
         let window = 1 << 30;
         let first = gpu.space.alloc(100, 1, window).unwrap();
         let second = gpu.space.alloc(1 << 20, 1, window).unwrap();
-        let backing = Arc::new(Backing::create(window, Vram::Lazy).unwrap());
+        let backing = Arc::new(Backing::create(window, Vram::Lazy, None).unwrap());
         backing.grow(gpu.space.end()).unwrap();
         let (a, b) = ([1_u8; 100], [2_u8; 10]);
         // SAFETY: both ranges are arrays on this stack.
@@ -287,7 +287,7 @@ mod tests {
         let copy = HostCopy::of(&gpu).unwrap();
         assert!(copy.0.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() <= 2 * 4096);
         backing.truncate();
-        let new = Arc::new(Backing::create(window, Vram::Lazy).unwrap());
+        let new = Arc::new(Backing::create(window, Vram::Lazy, None).unwrap());
         new.grow(gpu.space.end()).unwrap();
         copy.put_into(&new).unwrap();
         let mut back = [0_u8; 10];

@@ -23,7 +23,7 @@ use super::libzstd::Compressor;
 use super::write::{Growing, Writer};
 use super::{
     BLOCK_LEN_MAX, CHUNK_LEN_MAX, ContentChecksum, FrameKind, HAND_HEADER_LEN, ZeroFrame,
-    frame_bound, hand_header, raw_block_header,
+    frame_bound, hand_header, raw_block_header, raw_frame_len,
 };
 use crate::codec::checksum::Summing;
 use crate::codec::{Crc64, Digest};
@@ -57,7 +57,7 @@ pub enum FilterChoice {
     /// Whichever filter the sample says is best for the chunk, or none.
     #[default]
     Auto,
-    /// Nothing: any zstd turns the frames into the raw extent.
+    /// Nothing: any zstd turns the frames into the raw extent, and finds a content checksum in each of them.
     None,
 }
 
@@ -123,6 +123,11 @@ impl Settings {
         }
     }
 
+    /// Whether frames carry a content checksum.
+    fn has_checksum(self) -> bool {
+        self.filter == FilterChoice::None
+    }
+
     fn filters(self) -> &'static [Filter] {
         match self.filter {
             FilterChoice::Auto => &Filter::ALL,
@@ -157,8 +162,8 @@ pub enum Body {
     },
     /// Nowhere yet: it is the raw frame of the chunk, as [`raw_pieces`](super::raw_pieces) and [`write_raw`](super::write_raw) make it.
     Raw {
-        /// Its content checksum.
-        checksum: u32,
+        /// Its content checksum, if it is to carry one.
+        checksum: Option<u32>,
     },
 }
 
@@ -168,7 +173,7 @@ impl Encoded {
     pub fn len(&self) -> usize {
         match self.body {
             Body::Written { len } => len,
-            Body::Raw { .. } => frame_bound(self.raw_len),
+            Body::Raw { checksum } => raw_frame_len(self.raw_len, checksum.is_some()),
         }
     }
 }
@@ -210,6 +215,25 @@ const FILTERED_GAIN_MAX: f32 = 0.15;
 
 /// Stored bytes per raw byte that a filter with more planes must gain over one with fewer.
 const WIDER_MARGIN: f32 = 0.006;
+
+/// Bytes that ways are measured on: more than a processor's second cache holds, and a few milliseconds in all.
+const MEASURED_LEN: usize = 1 << 20;
+/// Rounds that are measured, after one that reads code and makes tables for the first time.
+const MEASURED_ROUNDS: u32 = 3;
+
+/// Fills the bytes with what looks like bf16 weights: exponents of few values, halving in number with their distance from 1, and random mantissas.
+fn fill_like_weights(bytes: &mut [u8]) {
+    const STEP: u64 = 0x5851_f42d_4c95_7f2d;
+    let mut state = STEP;
+    for element in bytes.chunks_exact_mut(2) {
+        state = state.wrapping_mul(STEP).wrapping_add(1);
+        // The high bits of this generator are its good ones.
+        let [.., mantissa, _, _, high] = state.to_le_bytes();
+        let exponent = [0x3f, 0x3e, 0x3d, 0x3c, 0x3b, 0x3a, 0x39, 0x38, 0x37];
+        let exponent = exponent[high.leading_zeros() as usize];
+        element.copy_from_slice(&[mantissa, exponent]);
+    }
+}
 
 /// Whether a way pays that is no raw frame.
 fn is_better(forecast: Forecast, than: Forecast, effort: Effort) -> bool {
@@ -269,6 +293,7 @@ pub struct Encoder {
 
 /// What it takes to compress.
 struct Tools {
+    has_checksum: bool,
     sample: Sample,
     writer: Writer,
     plain: Compressor,
@@ -314,7 +339,7 @@ impl Choice {
 }
 
 impl Encoder {
-    /// An encoder. It takes [`Settings::context_bytes`] of memory, most of it at the first chunk; [`Encoder::warm_up`] takes it at once.
+    /// An encoder. It takes [`Settings::context_bytes`] of memory, most of it at the first chunk; those of [`Encoder::team`] have it.
     ///
     /// # Errors
     /// When the level is out of range or memory is short.
@@ -326,7 +351,7 @@ impl Encoder {
         }
         let tools = match settings.level {
             Level::None => None,
-            _ => Some(Tools::new()?),
+            _ => Some(Tools::new(settings.has_checksum())?),
         };
         Ok(Self {
             settings,
@@ -335,26 +360,53 @@ impl Encoder {
         })
     }
 
-    /// Makes libzstd allocate now what chunks of `chunk_len` bytes need, so that nothing is allocated for the first time later.
+    /// As many encoders as threads are to work on chunks of `chunk_len` bytes, and nothing is done for the first time later: libzstd has allocated what it needs, kernels are
+    /// chosen, and in [`Level::Auto`] what the ways cost on this processor is known.
     ///
     /// # Errors
-    /// When memory is short.
-    pub fn warm_up(&mut self, chunk_len: usize) -> Result<(), EncoderError> {
+    /// As [`Encoder::new`].
+    pub fn team(
+        settings: Settings,
+        count: usize,
+        chunk_len: usize,
+    ) -> Result<Vec<Self>, EncoderError> {
+        let mut chunk = vec![0; chunk_len];
+        let mut frame = vec![0; frame_bound(chunk_len)];
+        let mut team = Vec::with_capacity(count);
+        for _ in 0..count {
+            let mut encoder = Self::new(settings)?;
+            encoder.warm_up(&chunk, &mut frame)?;
+            team.push(encoder);
+        }
+        if settings.level == Level::Auto
+            && let Some((first, others)) = team.split_first_mut()
+            && let Some(tools) = &mut first.tools
+        {
+            let stretch = &mut chunk[..chunk_len.min(MEASURED_LEN)];
+            fill_like_weights(stretch);
+            tools.measure(&settings, stretch, &mut frame);
+            for other in others.iter_mut().filter_map(|other| other.tools.as_mut()) {
+                other.rates.adopt(&tools.rates);
+            }
+        }
+        Ok(team)
+    }
+
+    /// Makes libzstd allocate now what this chunk needs, which may be all zero.
+    fn warm_up(&mut self, chunk: &[u8], frame: &mut [u8]) -> Result<(), EncoderError> {
         let Some(tools) = &mut self.tools else {
             return Ok(());
         };
-        let chunk = vec![0; chunk_len];
-        let mut frame = vec![0; frame_bound(chunk_len)];
         // For a short trial the same level may take other memory than for a chunk.
-        for len in [LONG_TRIAL_LEN, TRIAL_LEN, chunk_len] {
-            let bytes = &chunk[..len.min(chunk_len)];
+        for len in [LONG_TRIAL_LEN, TRIAL_LEN, chunk.len()] {
+            let bytes = &chunk[..len.min(chunk.len())];
             for level in self.settings.levels() {
                 tools
                     .plain
-                    .whole(*level, bytes, &mut frame)
+                    .whole(*level, bytes, frame)
                     .map_err(|reason| EncoderError::Context { reason })?;
                 if self.settings.filter == FilterChoice::Auto {
-                    let mut out = Growing::new(&mut frame);
+                    let mut out = Growing::new(frame);
                     tools
                         .write_filtered(Filter::Planes4, *level, bytes, &mut out, |_| ())
                         .ok_or(EncoderError::Context {
@@ -384,7 +436,7 @@ impl Encoder {
             return self.zero(chunk, out);
         }
         let Some(tools) = &mut self.tools else {
-            return raw(chunk);
+            return raw(chunk, self.settings.has_checksum());
         };
         let effort = match self.settings.level {
             Level::Auto => effort,
@@ -409,9 +461,10 @@ impl Encoder {
 
     fn zero(&mut self, chunk: &[u8], out: &mut [u8]) -> Encoded {
         let known = self.zero.take().filter(|zero| zero.raw_len == chunk.len());
+        let has_checksum = self.settings.has_checksum();
         let zero = self
             .zero
-            .insert(known.unwrap_or_else(|| ZeroFrame::of(chunk)));
+            .insert(known.unwrap_or_else(|| ZeroFrame::of(chunk, has_checksum)));
         out[..zero.frame.len()].copy_from_slice(&zero.frame);
         Encoded {
             body: Body::Written {
@@ -434,33 +487,37 @@ impl fmt::Debug for Encoder {
     }
 }
 
-/// The raw frame: read once, a block at a time, by all three sums.
-fn raw(chunk: &[u8]) -> Encoded {
+/// The raw frame: read once, a block at a time, by all sums.
+fn raw(chunk: &[u8], has_checksum: bool) -> Encoded {
     let mut digest = Digesting::new();
-    let (checksum, crc64) = raw_sums(chunk, |block| digest.update(block));
+    let (checksum, crc64) = raw_sums(chunk, has_checksum, |block| digest.update(block));
     raw_encoded(chunk, digest.finish(), checksum, crc64)
 }
 
-/// Content checksum of the chunk and checksum of its raw frame.
-fn raw_sums(chunk: &[u8], mut see: impl FnMut(&[u8])) -> (u32, Crc64) {
-    let mut checksum = ContentChecksum::new();
+/// Content checksum of the chunk, if its raw frame is to carry one, and checksum of that frame.
+fn raw_sums(chunk: &[u8], has_checksum: bool, mut see: impl FnMut(&[u8])) -> (Option<u32>, Crc64) {
+    let mut checksum = has_checksum.then(ContentChecksum::new);
     let mut crc64 = Summing::new();
-    crc64.update(&hand_header(chunk.len(), true));
+    crc64.update(&hand_header(chunk.len(), has_checksum));
     if chunk.is_empty() {
         crc64.update(&raw_block_header(0, 0));
     }
     for (index, block) in chunk.chunks(BLOCK_LEN_MAX).enumerate() {
         see(block);
-        checksum.update(block);
+        if let Some(checksum) = &mut checksum {
+            checksum.update(block);
+        }
         crc64.update(&raw_block_header(chunk.len(), index));
         crc64.update(block);
     }
-    let checksum = checksum.finish();
-    crc64.update(&checksum.to_le_bytes());
+    let checksum = checksum.map(|checksum| checksum.finish());
+    if let Some(checksum) = checksum {
+        crc64.update(&checksum.to_le_bytes());
+    }
     (checksum, crc64.finish())
 }
 
-fn raw_encoded(chunk: &[u8], digest: Digest, checksum: u32, crc64: Crc64) -> Encoded {
+fn raw_encoded(chunk: &[u8], digest: Digest, checksum: Option<u32>, crc64: Crc64) -> Encoded {
     Encoded {
         body: Body::Raw { checksum },
         kind: FrameKind::Raw,
@@ -472,13 +529,14 @@ fn raw_encoded(chunk: &[u8], digest: Digest, checksum: u32, crc64: Crc64) -> Enc
 }
 
 impl Tools {
-    fn new() -> Result<Self, EncoderError> {
+    fn new(has_checksum: bool) -> Result<Self, EncoderError> {
         let compressor = || {
-            Compressor::new().ok_or(EncoderError::Context {
+            Compressor::new(has_checksum).ok_or(EncoderError::Context {
                 reason: "out of memory",
             })
         };
         Ok(Self {
+            has_checksum,
             sample: Sample::new(),
             writer: Writer::new(),
             plain: compressor()?,
@@ -489,6 +547,35 @@ impl Tools {
         })
     }
 
+    /// Learns what coding this chunk takes, in the ways whose cost is not found out by a trial.
+    fn measure(&mut self, settings: &Settings, chunk: &[u8], out: &mut [u8]) {
+        let filter = match settings.filter {
+            FilterChoice::Auto => Filter::Planes2Rotated,
+            FilterChoice::None => Filter::None,
+        };
+        let gigabytes = chunk.len() as f32 / 1e9;
+        self.sample.take(chunk);
+        for round in 0..=MEASURED_ROUNDS {
+            let huffman = self.forecast_huffman(filter, Effort::FIRST);
+            for (coding, forecast) in [(Coding::Raw, self.raw_forecast()), huffman] {
+                let started = cpu_time::of_thread();
+                self.code(coding, settings.plane_coder, chunk, out);
+                let taken = cpu_time::of_thread().saturating_sub(started);
+                if round > 0 {
+                    let taken = taken.as_secs_f32() / gigabytes;
+                    self.rates.learn(coding.way(), forecast.cpu, taken);
+                }
+            }
+        }
+    }
+
+    fn raw_forecast(&self) -> Forecast {
+        Forecast {
+            cpu: self.rates.factor(Way::Raw) * (RAW_COST + self.checksum_cost()),
+            stored: 1.0,
+        }
+    }
+
     /// The way with the least price, or the one that had it for a chunk just like this. `out` is scratch.
     fn choose(
         &mut self,
@@ -497,10 +584,7 @@ impl Tools {
         out: &mut [u8],
         effort: Effort,
     ) -> (Coding, Forecast) {
-        let raw = Forecast {
-            cpu: self.rates.factor(Way::Raw) * RAW_COST,
-            stored: 1.0,
-        };
+        let raw = self.raw_forecast();
         // Storing nothing at all for the least there is to pay.
         let free = Forecast {
             cpu: CODED_COST,
@@ -603,6 +687,14 @@ impl Tools {
         best
     }
 
+    fn checksum_cost(&self) -> f32 {
+        if self.has_checksum {
+            CHECKSUM_COST
+        } else {
+            0.0
+        }
+    }
+
     /// What Huffman codes behind this filter would do, by the sample's entropies.
     fn forecast_huffman(&mut self, filter: Filter, effort: Effort) -> (Coding, Forecast) {
         /// Bits per byte that codes and tables lose against the entropy.
@@ -614,11 +706,10 @@ impl Tools {
         let dense_bits = paying.clamp(0.0, DENSE_BITS_MAX);
         let bits = self.sample.bits(filter);
         let width = filter.width();
-        let mut cpu = CODED_COST;
-        cpu += match filter {
-            Filter::None => CHECKSUM_COST,
-            _ => SPLIT_COST,
-        };
+        let mut cpu = CODED_COST + self.checksum_cost();
+        if filter != Filter::None {
+            cpu += SPLIT_COST;
+        }
         let mut stored = 0.0;
         // What of a zero stays, where it has no block of its own.
         let mut stored_zero = 0.0;
@@ -684,7 +775,7 @@ impl Tools {
         out: &mut [u8],
     ) -> Encoded {
         if coding == Coding::Raw {
-            return raw(chunk);
+            return raw(chunk, self.has_checksum);
         }
         let mut digest = Digesting::new();
         let (part, whole) = WORTH_IT_AFTER;
@@ -706,7 +797,7 @@ impl Tools {
             };
         }
         digest.update(&chunk[seen_len..]);
-        let (checksum, crc64) = raw_sums(chunk, |_| ());
+        let (checksum, crc64) = raw_sums(chunk, self.has_checksum, |_| ());
         raw_encoded(chunk, digest.finish(), checksum, crc64)
     }
 
@@ -723,7 +814,7 @@ impl Tools {
         let level = match coding {
             Coding::Raw => return None,
             Coding::Huffman { filter, dense_bits } if plane_coder == PlaneCoder::Own => {
-                let mut checksum = (filter == Filter::None).then(ContentChecksum::new);
+                let mut checksum = self.has_checksum.then(ContentChecksum::new);
                 self.writer.write(
                     (filter, dense_bits),
                     bytes,

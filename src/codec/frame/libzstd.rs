@@ -16,16 +16,19 @@ const WINDOW_CAPPED_FROM_LEVEL: i32 = 20;
 
 pub(super) struct Compressor {
     context: CCtx<'static>,
+    /// Whether frames get a content checksum.
+    has_checksum: bool,
     /// Level, and whether a filter stands before it.
     set_to: Option<(i32, bool)>,
 }
 
 impl Compressor {
     /// `None` when memory is short.
-    pub(super) fn new() -> Option<Self> {
+    pub(super) fn new(has_checksum: bool) -> Option<Self> {
         let context = CCtx::try_create()?;
         Some(Self {
             context,
+            has_checksum,
             set_to: None,
         })
     }
@@ -38,6 +41,7 @@ impl Compressor {
 
     /// Ready for a frame, whatever became of the last one.
     fn start(&mut self, level: i32, filtered: bool) -> Result<(), &'static str> {
+        let has_checksum = self.has_checksum;
         let context = &mut self.context;
         context
             .reset(ResetDirective::SessionOnly)
@@ -57,7 +61,7 @@ impl Compressor {
         };
         set(CParameter::CompressionLevel(level))?;
         set(CParameter::ContentSizeFlag(true))?;
-        set(CParameter::ChecksumFlag(!filtered))?;
+        set(CParameter::ChecksumFlag(has_checksum))?;
         if level < 0 {
             // Fast levels leave literals as they are, and on planes literals are all there is.
             set(CParameter::LiteralCompressionMode(ParamSwitch::Enable))?;

@@ -85,7 +85,7 @@ fn undo_planes(content: &[u8], filter: Filter) -> Vec<u8> {
 fn assert_is_of(frame: &[u8], encoded: &Encoded, chunk: &[u8]) {
     assert_eq!(frame.len(), encoded.len());
     assert!(frame.len() <= frame_bound(chunk.len()));
-    assert!(frame.len() >= frame_len_min(encoded.filter) as usize);
+    assert!(frame.len() >= FRAME_LEN_MIN as usize);
     assert_eq!(encoded.digest, Digest::of(chunk));
     assert_eq!(encoded.crc64, Crc64::of(frame));
     assert!(decode(frame, encoded.filter, encoded.digest, chunk.len()).unwrap() == chunk);
@@ -272,19 +272,41 @@ fn raw_pieces_are_the_raw_frame_and_share_the_chunk() {
         MIB + 5,
     ] {
         let chunk = Bytes::from(random(5, len));
-        let mut encoder = Encoder::new(at_level(Level::None)).unwrap();
-        let (frame, encoded) = frame_of(&mut encoder, &chunk);
-        let Body::Raw { checksum } = encoded.body else {
-            panic!("{:?}", encoded.body)
-        };
-        let pieces: Vec<Bytes> = raw_pieces(chunk.clone(), checksum).collect();
-        assert!(pieces.concat() == frame, "{len}");
-        assert_is_of(&frame, &encoded, &chunk);
-        let memory = chunk.as_ptr_range();
-        let shared = pieces
-            .iter()
-            .filter(|piece| memory.contains(&piece.as_ptr()));
-        assert_eq!(shared.map(Bytes::len).sum::<usize>(), len);
+        for settings in [AUTO, NO_FILTER] {
+            let (frame, encoded) = frame_by(settings, &chunk);
+            let Body::Raw { checksum } = encoded.body else {
+                panic!("{:?}", encoded.body)
+            };
+            let pieces: Vec<Bytes> = raw_pieces(chunk.clone(), checksum).collect();
+            assert!(pieces.concat() == frame, "{len}");
+            assert_is_of(&frame, &encoded, &chunk);
+            let memory = chunk.as_ptr_range();
+            let shared = pieces
+                .iter()
+                .filter(|piece| memory.contains(&piece.as_ptr()));
+            assert_eq!(shared.map(Bytes::len).sum::<usize>(), len);
+        }
+    }
+}
+
+#[test]
+fn frames_for_other_tools_carry_a_content_checksum_and_no_others_do() {
+    let level_none = at_level(Level::None);
+    for chunk in [
+        vec![0; MIB],
+        random(5, MIB),
+        text(5, MIB),
+        weights(5, 2, MIB),
+    ] {
+        for settings in [AUTO, level_none, WITH_LIBZSTD, at_level(Level::Zstd(3))] {
+            for filter in [FilterChoice::Auto, FilterChoice::None] {
+                let settings = Settings { filter, ..settings };
+                let (frame, encoded) = frame_by(settings, &chunk);
+                let has_checksum = frame[4] & CHECKSUM_FLAG != 0;
+                assert_eq!(has_checksum, filter == FilterChoice::None, "{settings:?}");
+                assert_is_of(&frame, &encoded, &chunk);
+            }
+        }
     }
 }
 
@@ -294,8 +316,8 @@ fn contexts_take_no_more_memory_than_the_plan_counts() {
     let levels = [-1000, 0, 1, 2, 4, 5, 8, 9, 11, 12, 16, 17, 19, 22].map(Level::Zstd);
     for level in levels.into_iter().chain([Level::Auto, Level::MaxRatio]) {
         for settings in [at_level(level), Settings { level, ..NO_FILTER }] {
-            let mut encoder = Encoder::new(settings).unwrap();
-            encoder.warm_up(16 * MIB).unwrap();
+            let mut team = Encoder::team(settings, 1, 16 * MIB).unwrap();
+            let encoder = &mut team[0];
             let taken = encoder.sizeof() as u64;
             let counted = settings.context_bytes();
             assert!(
@@ -304,7 +326,7 @@ fn contexts_take_no_more_memory_than_the_plan_counts() {
             );
             if !matches!(level, Level::Zstd(5..)) {
                 for chunk in [text(1, 4 * MIB), weights(1, 4, 16 * MIB)] {
-                    frame_of(&mut encoder, &chunk);
+                    frame_of(encoder, &chunk);
                 }
                 let later = encoder.sizeof() as u64;
                 assert!(later <= taken, "{settings:?}: {taken} became {later}");
@@ -370,10 +392,6 @@ fn headers_that_ask_for_too_much_are_refused_before_decoding() {
 
     let normal = [&[0x38], size.as_slice()].concat();
     assert_eq!(refused(&header(0x85, &normal)), FrameError::Dictionary);
-    assert_eq!(
-        refused(&header(0x80, &normal)),
-        FrameError::NoContentChecksum
-    );
     assert_eq!(refused(&header(0x8C, &normal)), FrameError::Header);
     assert_eq!(refused(&header(0x04, &normal)), FrameError::NoContentSize);
     assert_eq!(refused(&header(0x84, &normal[..4])), FrameError::Header);
@@ -389,7 +407,9 @@ fn headers_that_ask_for_too_much_are_refused_before_decoding() {
 fn frames_of_all_kinds(len: usize) -> Vec<(Vec<u8>, Encoded, Vec<u8>)> {
     let makers = [
         (AUTO, vec![0; len]),
+        (NO_FILTER, vec![0; len]),
         (at_level(Level::None), random(5, len)),
+        (NO_FILTER, random(5, len)),
         (at_level(Level::Zstd(1)), text(5, len)),
         (NO_FILTER, text(5, len)),
         (AUTO, weights(5, 2, len)),

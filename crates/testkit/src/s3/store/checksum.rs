@@ -4,7 +4,7 @@
 //! composite, CRC32 and CRC32C as both with composite the usual one. A composite value is the algorithm over the parts' raw values,
 //! followed by `-` and their number. A PUT without any checksum gets a CRC64NVME.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use base64_simd::STANDARD;
 use crc_fast::{CrcAlgorithm, checksum_combine};
@@ -304,6 +304,7 @@ pub(super) fn combine(
                 4
             };
             let mut whole: Option<u64> = None;
+            let mut extenders: HashMap<u64, Extender> = HashMap::new();
             for (value, (len, _)) in values.iter().zip(parts) {
                 if value.len() != width {
                     return None;
@@ -313,12 +314,44 @@ pub(super) fn combine(
                     .fold(0, |sum, byte| sum << 8 | u64::from(*byte));
                 whole = Some(match whole {
                     None => value,
-                    Some(before) => checksum_combine(crc, before, value, *len),
+                    Some(before) => {
+                        let extender = extenders.entry(*len);
+                        let extender = extender.or_insert_with(|| Extender::new(crc, *len));
+                        extender.extended(before) ^ value
+                    }
                 });
             }
             let bytes = whole?.to_be_bytes();
             Some(STANDARD.encode_to_string(&bytes[8 - width..]))
         }
+    }
+}
+
+/// What so many bytes that follow do to a CRC: a linear map, told by what it makes of each bit. `crc_fast` takes a third of a millisecond for one value, and the parts of an
+/// upload nearly all have one length.
+struct Extender([u64; 64]);
+
+impl Extender {
+    fn new(crc: CrcAlgorithm, len: u64) -> Self {
+        // Values are reflected: the highest bit is x^0, and the polynomials are too.
+        let (width, polynomial) = match crc {
+            CrcAlgorithm::Crc64Nvme => (64, 0x9a6c_9329_ac4b_c9b5),
+            CrcAlgorithm::Crc32Iscsi => (32, 0x82f6_3b78),
+            _ => (32, 0xedb8_8320),
+        };
+        let mut columns = [0; 64];
+        let mut column = checksum_combine(crc, 1 << (width - 1), 0, len);
+        for bit in (0..width).rev() {
+            columns[bit] = column;
+            let carry = column & 1;
+            column = (column >> 1) ^ (polynomial * carry);
+        }
+        Self(columns)
+    }
+
+    fn extended(&self, value: u64) -> u64 {
+        let set = (0..64).filter(|bit| value >> bit & 1 == 1);
+        set.fold(0, |sum, bit| sum ^ self.0[bit])
     }
 }
 
@@ -335,7 +368,7 @@ mod tests {
     #[test]
     fn full_object_values_combine() {
         for algorithm in [Algorithm::Crc32, Algorithm::Crc32c, Algorithm::Crc64Nvme] {
-            let parts = [&b"hello "[..], b"", b"wide", b" world"];
+            let parts = [&b"hello "[..], b"", b"wide", b" world", b"hello "];
             let each: Vec<Sums> = parts.iter().map(|part| sums(algorithm, part)).collect();
             let list: Vec<(u64, &Sums)> = parts
                 .iter()
