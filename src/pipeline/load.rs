@@ -7,8 +7,8 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::thread::Scope;
 use std::time::Instant;
 
@@ -134,6 +134,7 @@ pub fn load(
     };
     let decoding = Decoding {
         lanes,
+        zeros: lanes.iter().map(|_| OnceLock::new()).collect(),
         gauge: &code_gauge,
         again: FetchAgain {
             store: resources.store,
@@ -269,9 +270,22 @@ enum Fetched {
 /// What the decompressor threads share.
 struct Decoding<'a> {
     lanes: &'a [LoadLane<'a>],
+    /// Of each lane.
+    zeros: Vec<OnceLock<Zeros>>,
     gauge: &'a Gauge,
     again: FetchAgain,
 }
+
+/// A verified chunk that is all zero, which stands for all others of its lane that come as the same frame with the same digest: they are neither decoded nor written, and the copy engine finds
+/// their bytes in the processor's cache.
+struct Zeros {
+    frame: Box<[u8]>,
+    digest: Digest,
+    chunk: PoolSlice,
+}
+
+/// Rings shorter than this lend no buffer for good.
+const RING_FOR_ZEROS: usize = 4;
 
 impl Decoding<'_> {
     /// One thread. Without `outs` the chunks go nowhere.
@@ -287,7 +301,10 @@ impl Decoding<'_> {
             self.gauge.starved(idle.elapsed());
             let lane = &self.lanes[job.lane];
             let len = job.frame.raw_len as usize;
-            let bytes = match self.verify_in_place(&job) {
+            let bytes = match self
+                .known_zeros(&job)
+                .or_else(|| self.verify_in_place(&job))
+            {
                 Some(chunk) => chunk,
                 None => self.decode(&mut decoder, lane, &job)?,
             };
@@ -297,6 +314,42 @@ impl Decoding<'_> {
                 out.send(VerifiedChunk { index, bytes })
                     .map_err(|_closed| PipelineError::Cancelled)?;
             }
+        }
+    }
+
+    /// The chunk, if it is like the zeros that are there already.
+    fn known_zeros(&self, job: &DecodeJob) -> Option<PoolSlice> {
+        let Fetched::Frame(frame) = &job.fetched else {
+            return None;
+        };
+        let started = Instant::now();
+        let zeros = self.zeros[job.lane].get().filter(|zeros| {
+            zeros.chunk.len() == job.frame.raw_len as usize
+                && zeros.digest == job.frame.digest
+                && zeros.frame[..] == frame[..]
+        })?;
+        let (bytes, label) = (
+            zeros.chunk.len() as u64,
+            job.frame.kind.name(job.frame.filter),
+        );
+        self.gauge
+            .busy_as(job.lane, label, bytes, started.elapsed());
+        Some(zeros.chunk.clone())
+    }
+
+    /// The chunk was decoded from its frame and verified.
+    fn keep_if_zeros(&self, job: &DecodeJob, chunk: &PoolSlice) {
+        let lane = &self.lanes[job.lane];
+        if job.frame.kind == FrameKind::Zero
+            && chunk.len() as u64 == lane.chunk_len
+            && lane.ring.count() >= RING_FOR_ZEROS
+            && let Fetched::Frame(frame) = &job.fetched
+        {
+            self.zeros[job.lane].get_or_init(|| Zeros {
+                frame: Box::from(&frame[..]),
+                digest: job.frame.digest,
+                chunk: chunk.clone(),
+            });
         }
     }
 
@@ -346,7 +399,9 @@ impl Decoding<'_> {
         let label = job.frame.kind.name(job.frame.filter);
         self.gauge
             .busy_as(job.lane, label, len as u64, started.elapsed());
-        Ok(PoolSlice::new(Arc::new(buffer), 0..len))
+        let chunk = PoolSlice::new(Arc::new(buffer), 0..len);
+        self.keep_if_zeros(job, &chunk);
+        Ok(chunk)
     }
 }
 
@@ -719,6 +774,67 @@ mod tests {
                 "{error:?}"
             );
         }
+    }
+
+    /// Zeros that are known stand only for frames and digests that are theirs.
+    #[test]
+    fn every_chunk_of_zeros_is_verified() {
+        const CHUNK_LEN: usize = 1 << 20;
+        const COUNT: usize = 6;
+        let key = Key::new("object").unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+        let mut encoder = Encoder::new(Settings::default()).unwrap();
+        let (frame, encoded) = frame_of(&mut encoder, &vec![0; CHUNK_LEN]);
+        let frame_len = u32::try_from(frame.len()).unwrap();
+        let load_from = |object: Vec<u8>, digests: [Digest; COUNT]| {
+            let mut table = FrameTable::new((COUNT * CHUNK_LEN) as u64, CHUNK_LEN as u64);
+            for digest in digests {
+                table.push(frame_len, encoded.kind, encoded.filter, digest);
+            }
+            let store = MemoryStore::new();
+            let put = store.put_if_absent(&key, object.into());
+            runtime.block_on(put).unwrap();
+            let ring = BufferPool::new(RING_FOR_ZEROS, CHUNK_LEN, None).unwrap();
+            let lane = LoadLane {
+                key: key.clone(),
+                etag: None,
+                table: &table,
+                raw_len: table.raw_len,
+                chunk_len: table.chunk_len,
+                ring: ring.clone(),
+                meter: LaneMeter::new("GPU", table.raw_len),
+            };
+            let resources = LoadResources {
+                store: Arc::new(store),
+                runtime: runtime.handle().clone(),
+                decoders: vec![Decoder::new().unwrap()],
+                fetch_buffers: BufferPool::new(2, 1 << 20, None).unwrap(),
+                fetch_len_max: 1 << 20,
+                meter: Meter::new(),
+                cancel: tokio_util::sync::CancellationToken::new(),
+            };
+            let loaded = load(&[lane], resources, Destination::Nowhere).map(drop);
+            assert_eq!(ring.free_count(), RING_FOR_ZEROS, "every buffer came back");
+            loaded
+        };
+        let objects = frame.repeat(COUNT);
+        let digests = [encoded.digest; COUNT];
+        load_from(objects.clone(), digests).unwrap();
+        // One RLE block in the last frame says another byte.
+        let mut damaged = objects.clone();
+        *damaged.last_mut().unwrap() ^= 1;
+        let error = load_from(damaged, digests).unwrap_err();
+        assert!(
+            matches!(error, PipelineError::Frame { chunk: 5, .. }),
+            "{error:?}"
+        );
+        let mut other = digests;
+        other[3] = Digest::of(b"other");
+        let error = load_from(objects, other).unwrap_err();
+        assert!(
+            matches!(error, PipelineError::Frame { chunk: 3, .. }),
+            "{error:?}"
+        );
     }
 
     #[test]

@@ -16,6 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::codes::{Answer, Code};
 use crate::config::Vram;
 
+/// What memory is mapped in, at least; pages may be larger.
+const PAGE_LEN: usize = 4096;
+
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct Backing {
@@ -77,10 +80,7 @@ impl Backing {
         }
         self.file.set_len(len).map_err(|_io| Code::OUT_OF_MEMORY)?;
         self.len.store(len, Ordering::Release);
-        if self.mapping.is_some() {
-            self.allocate(0, old, len - old)?;
-        }
-        Ok(())
+        self.make_present(old, len - old)
     }
 
     /// Gives the memory of a range back to the kernel; it reads as zero from now on.
@@ -93,10 +93,16 @@ impl Backing {
             offset,
             len,
         )?;
-        if self.mapping.is_some() {
-            self.allocate(0, offset, len)?;
-        }
-        Ok(())
+        self.make_present(offset, len)
+    }
+
+    /// With a mapping, gives a range its pages, zeroed: allocated ones would be zeroed at the first access, by whoever comes first.
+    fn make_present(&self, offset: u64, len: u64) -> Answer {
+        let Some(mapping) = &self.mapping else {
+            return Ok(());
+        };
+        self.allocate(0, offset, len)?;
+        mapping.populate(offset, len)
     }
 
     /// Gives all memory back at once, also while a forked process still holds the file.
@@ -225,6 +231,24 @@ impl Mapping {
             start: start.cast(),
             len,
         })
+    }
+
+    /// Touches the pages of a range that is allocated. Kernels before 5.14 do not know how; there the first access does it.
+    fn populate(&self, offset: u64, len: u64) -> Answer {
+        let range = |at: u64| usize::try_from(at).map_err(|_too_large| Code::ILLEGAL_ADDRESS);
+        let (start, end) = (range(offset)?, range(offset.saturating_add(len))?);
+        if end > self.len {
+            return Err(Code::ILLEGAL_ADDRESS);
+        }
+        let start = start - start % PAGE_LEN;
+        let address = self.start.wrapping_add(start);
+        // SAFETY: the range lies in our mapping, and its pages keep their contents.
+        let rc = unsafe { libc::madvise(address.cast(), end - start, libc::MADV_POPULATE_WRITE) };
+        match io::Error::last_os_error().raw_os_error() {
+            _ if rc == 0 => Ok(()),
+            Some(libc::EINVAL) => Ok(()),
+            _ => Err(Code::OUT_OF_MEMORY),
+        }
     }
 
     /// The address of `len` bytes at `offset` of a file of `file_len` bytes.

@@ -232,24 +232,27 @@ impl RestoreThread {
 }
 
 impl HostCopy {
-    /// Copies what a GPU's memory file holds; holes cost nothing.
+    /// Copies what a GPU's memory file holds; holes, and pages that are present but all zero, cost nothing.
     fn of(gpu: &Gpu) -> Answer<HostCopy> {
         let mut copy = HostCopy::default();
         let Some(backing) = &gpu.backing else {
             return Ok(copy);
         };
         let (mut at, end) = (0, gpu.space.end());
+        let mut bytes = Vec::new();
         while let Some((start, stop)) = backing.next_data(at, end) {
             let stop = stop.min(start + STRETCH);
             let len = usize::try_from(stop - start).map_err(|_too_large| Code::OUT_OF_MEMORY)?;
-            let mut bytes = Vec::new();
+            let missing = len.saturating_sub(bytes.len());
             bytes
-                .try_reserve_exact(len)
+                .try_reserve_exact(missing)
                 .map_err(|_full| Code::OUT_OF_MEMORY)?;
             bytes.resize(len, 0);
             // SAFETY: the vector has `len` bytes.
             unsafe { backing.read(start, bytes.as_mut_ptr(), len)? };
-            copy.0.push((start, bytes));
+            if !is_zero(&bytes) {
+                copy.0.push((start, std::mem::take(&mut bytes)));
+            }
             at = stop;
         }
         Ok(copy)
@@ -261,6 +264,12 @@ impl HostCopy {
             unsafe { backing.write(offset, bytes.as_ptr(), bytes.len()) }
         })
     }
+}
+
+fn is_zero(bytes: &[u8]) -> bool {
+    const ZEROS: [u8; 4096] = [0; 4096];
+    let mut blocks = bytes.chunks(ZEROS.len());
+    blocks.all(|block| *block == ZEROS[..block.len()])
 }
 
 #[cfg(test)]
