@@ -13,6 +13,8 @@ from html import escape
 from importlib import metadata
 from pathlib import Path
 
+import numpy
+
 MIB = 1 << 20
 # The rows that the plot shows: the others have no peer beside them.
 PLOTTED = ["incompressible", "image", "bf16", "uploads", "restore-image", "restore-incompressible", "downloads"]
@@ -29,7 +31,8 @@ programs cost, not what hardware does.
 - `null` is `testkit s3 --null`, which counts bodies and drops them. Restores come from `testkit s3` with the objects in its memory.
 - ckptstream copies out of the emulated driver, in its own process (`vram=lazy`, for restores `vram=resident`; its peak memory of a restore is without the
   mapped emulated memory). The target holds still. Peers read the same bytes from a file in memory, mapped or on standard input, and restore to memory or
-  to /dev/null.
+  to /dev/null. Emulated memory and files lie in one tmpfs with huge pages.
+- *Memory* below is one thread copying and reading 1 GiB with numpy: what the programs do is bounded by it.
 - Over plain HTTP s5cmd and rclone send MD5 and SHA-256 of every byte, boto3 and aws SHA-256 and a CRC; obstore does none of it here (unsigned payload), but
   where it says *signed*. ckptstream sends a CRC64NVME with every part and keeps a digest of every chunk.
 """
@@ -113,8 +116,23 @@ def machine(s5cmd, load):
         f"- {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, commit {first_line('git', 'describe', '--always', '--dirty', '--exclude', '*')}",
         f"- {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; Linux {platform.release()}; load at the start {load:.1f}",
         f"- s5cmd {first_line(s5cmd, 'version')}; {'; '.join(versions)}; {first_line('zstd', '--version').strip('* ')}; Python {platform.python_version()}",
+        f"- Memory, one thread: copying 1 GiB {memory_rate(copies=True):.1f} GB/s, reading it {memory_rate(copies=False):.1f} GB/s",
         f"- Command: `{' '.join(['scripts/bench-peers.sh', *shown_arguments()])}`",
     ]
+
+
+def memory_rate(copies):
+    """GB/s, the best of three."""
+    source, target = numpy.ones(1 << 27, numpy.uint64), numpy.zeros(1 << 27, numpy.uint64)
+    rates = []
+    for _ in range(3):
+        start = time.monotonic()
+        if copies:
+            target[:] = source
+        else:
+            source.max()
+        rates.append(source.nbytes / 1e9 / (time.monotonic() - start))
+    return max(rates)
 
 
 def shown_arguments():

@@ -1,9 +1,11 @@
 //! A raw frame taken apart while it arrives: its blocks' content lands in one piece, where it may stay.
 //!
-//! In: the frame's bytes, in pieces as a connection brings them. Out: the chunk, in the caller's buffer, copied once. What can fail: a byte between the blocks that is not the one our encoder
-//! writes ([`RawFrame::finish`] says so); then the frame may be something else, and [`Decoder`](super::Decoder) has to look at the whole of it. The content is not checked here: the caller compares
-//! the digest, which says more than the frame's own checksum.
+//! In: the frame's bytes, in pieces as a connection brings them. Out: the chunk, in the caller's buffer, copied once, and its digest, taken a little at a time while the bytes are in the processor's
+//! cache anyway. What can fail: a byte between the blocks that is not the one our encoder writes ([`RawFrame::finish`] says so); then the frame may be something else, and
+//! [`Decoder`](super::Decoder) has to look at the whole of it. The content is not judged here: the caller compares the digest, which says more than the frame's own checksum.
 
+use super::Digest;
+use super::digest::Digesting;
 use super::frame::{
     BLOCK_HEADER_LEN, BLOCK_LEN_MAX, HAND_HEADER_LEN, hand_header, raw_block_header, raw_frame_len,
 };
@@ -16,7 +18,11 @@ pub struct RawFrame {
     /// Bytes of the frame that were seen.
     seen: usize,
     is_ours: bool,
+    digest: Digesting,
 }
+
+/// Bytes that are copied and then digested: less than a processor's first cache holds twice.
+const AT_ONCE: usize = 8 << 10;
 
 /// What comes next in a frame, and how many bytes of it at most.
 enum Next {
@@ -37,6 +43,7 @@ impl RawFrame {
             has_checksum,
             seen: 0,
             is_ours: true,
+            digest: Digesting::new(),
         })
     }
 
@@ -53,8 +60,9 @@ impl RawFrame {
                     len
                 }
                 Next::Content { start, len } => {
-                    let len = len.min(bytes.len());
+                    let len = len.min(bytes.len()).min(AT_ONCE);
                     out[start..start + len].copy_from_slice(&bytes[..len]);
+                    self.digest.update(&bytes[..len]);
                     len
                 }
                 Next::Rest(len) => len.min(bytes.len()),
@@ -64,9 +72,10 @@ impl RawFrame {
         }
     }
 
-    /// Whether the frame was seen whole, and around its content every byte was as our encoder writes it.
-    pub fn finish(&self) -> bool {
-        self.is_ours && self.seen == raw_frame_len(self.raw_len, self.has_checksum)
+    /// The chunk's digest, if the frame was seen whole, and around its content every byte was as our encoder writes it.
+    pub fn finish(self) -> Option<Digest> {
+        let is_whole = self.seen == raw_frame_len(self.raw_len, self.has_checksum);
+        (self.is_ours && is_whole).then(|| self.digest.finish())
     }
 
     fn next(&self) -> Next {
@@ -136,7 +145,11 @@ mod tests {
         for piece in frame.chunks(piece_len) {
             raw.take(piece, &mut out);
         }
-        (out, raw.finish())
+        let digest = raw.finish();
+        if let Some(digest) = digest {
+            assert_eq!(digest, Digest::of(&out));
+        }
+        (out, digest.is_some())
     }
 
     #[test]
@@ -180,8 +193,8 @@ mod tests {
         let mut raw = RawFrame::new(len, frame.len()).unwrap();
         let mut out = vec![0; len];
         raw.take(&frame[..frame.len() - 1], &mut out);
-        assert!(!raw.finish());
+        assert!(raw.clone().finish().is_none());
         raw.take(&[0; 2], &mut out);
-        assert!(!raw.finish());
+        assert!(raw.finish().is_none());
     }
 }

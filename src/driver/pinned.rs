@@ -122,12 +122,23 @@ impl BufferPool {
     /// # Errors
     /// [`PoolClosed`] once [`BufferPool::close`] was called.
     pub fn acquire(&self) -> Result<(PoolBuf, Duration), PoolClosed> {
+        self.acquire_below(|| usize::MAX)
+    }
+
+    /// As [`BufferPool::acquire`], and waits too while `limit` buffers or more are out; it is asked again whenever one comes back. Few that go round stay in the processor's cache.
+    ///
+    /// # Errors
+    /// As [`BufferPool::acquire`].
+    pub fn acquire_below(
+        &self,
+        limit: impl Fn() -> usize,
+    ) -> Result<(PoolBuf, Duration), PoolClosed> {
         let started = Instant::now();
         let free = self.inner.lock();
-        let free = self
-            .inner
-            .returned
-            .wait_while(free, |free| free.is_worth_a_wait());
+        let free = self.inner.returned.wait_while(free, |free| {
+            let out = self.inner.count - free.indices.len();
+            free.is_worth_a_wait() || out >= limit() && !free.closed
+        });
         let free = free.unwrap_or_else(PoisonError::into_inner);
         self.take(free).map(|buffer| (buffer, started.elapsed()))
     }

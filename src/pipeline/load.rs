@@ -2,13 +2,13 @@
 //!
 //! Fetching and verifying start before the driver is asked: the buffers fill first. A chunk goes to a GPU only after its frame was decoded and its digest compared.
 //!
-//! A fetched range lands in a fetch buffer, copied once, out of the connection's own memory. A raw frame lands without what stands between its blocks, so that its chunk lies there in one piece:
-//! it is verified and goes to the GPU from there. Every other frame is decoded into a ring buffer.
+//! A fetched range lands in a fetch buffer, copied once, out of the connection's own memory. A raw frame lands without what stands between its blocks, so that its chunk lies there in one piece, with
+//! its digest taken on the way: it goes to the GPU from there. Every other frame is decoded into a ring buffer.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Scope;
 use std::time::Instant;
 
@@ -21,6 +21,7 @@ use super::copy::{CopyLane, VerifiedChunk};
 use super::gauge::{Gauge, Wire, slowest, watch_pools};
 use super::stage::spawn;
 use super::transfer::task_panicked;
+use super::window::Window;
 use crate::codec::{Decoder, Digest, FrameError, FrameKind, RawFrame};
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf, PoolSlice};
 use crate::manifest::{FrameEntry, FrameTable};
@@ -121,9 +122,12 @@ pub fn load(
     });
     let fetched = ("fetched".to_owned(), resources.fetch_buffers.clone());
     let _watched = watch_pools(&meter, rings.chain([fetched]));
+    let beside_requests = resources.decoders.len() / 2 + BUFFERS_PER_LANE * lanes.len();
     // Chunks that wait for their GPU may hold a fetch buffer each. While all lanes wait for less than their share, one is left to fetch into.
-    let share = resources.fetch_buffers.count() / lanes.len().max(1);
+    let usable = resources.fetch_buffers.count().min(beside_requests + 1);
+    let share = usable / lanes.len().max(1);
     let fetcher = Fetcher {
+        beside_requests,
         store: Arc::clone(&resources.store),
         runtime: resources.runtime.clone(),
         fetch_len_max: resources.fetch_len_max,
@@ -261,8 +265,8 @@ struct DecodeJob {
 enum Fetched {
     /// The frame.
     Frame(PoolSlice),
-    /// The chunk that a raw frame holds.
-    Chunk(PoolSlice),
+    /// The chunk that a raw frame holds, and its digest.
+    Chunk(PoolSlice, Digest),
     /// A frame that was to be raw, and is not one of ours.
     NotRaw,
 }
@@ -355,11 +359,11 @@ impl Decoding<'_> {
 
     /// The chunk where it landed, if it did and is the one that was saved.
     fn verify_in_place(&self, job: &DecodeJob) -> Option<PoolSlice> {
-        let Fetched::Chunk(chunk) = &job.fetched else {
+        let Fetched::Chunk(chunk, digest) = &job.fetched else {
             return None;
         };
         let started = Instant::now();
-        let is_the_one = Digest::of(chunk) == job.frame.digest;
+        let is_the_one = *digest == job.frame.digest;
         let (bytes, label) = (chunk.len() as u64, job.frame.kind.name(job.frame.filter));
         self.gauge
             .busy_as(job.lane, label, bytes, started.elapsed());
@@ -385,8 +389,8 @@ impl Decoding<'_> {
             Fetched::Frame(stored) => {
                 decoder.decode(stored, job.frame.filter, job.frame.digest, raw)
             }
-            Fetched::Chunk(chunk) => Err(FrameError::Digest {
-                found: Digest::of(chunk),
+            Fetched::Chunk(_, found) => Err(FrameError::Digest {
+                found: *found,
                 expected: job.frame.digest,
             }),
             Fetched::NotRaw => Err(FrameError::Damaged {
@@ -462,8 +466,10 @@ impl Landing {
             let bytes = PoolSlice::new(Arc::clone(&buffer), frame.place);
             let fetched = match frame.raw {
                 None => Fetched::Frame(bytes),
-                Some(raw) if raw.finish() => Fetched::Chunk(bytes),
-                Some(_damaged) => Fetched::NotRaw,
+                Some(raw) => match raw.finish() {
+                    Some(digest) => Fetched::Chunk(bytes, digest),
+                    None => Fetched::NotRaw,
+                },
             };
             (frame.entry, fetched)
         })
@@ -541,9 +547,48 @@ impl FetchAgain {
     }
 }
 
-/// Reads groups of frames, all lanes in turn.
+/// Fetch buffers for each GPU that chunks may hold which wait for their copy or are under way.
+const BUFFERS_PER_LANE: usize = 4;
+
+/// How many ranges are in flight, and whether the fetcher waits because of it.
+#[derive(Debug)]
+struct InFlight {
+    window: Mutex<Window>,
+    waits: AtomicBool,
+    slow_downs: AtomicU64,
+}
+
+impl InFlight {
+    fn new(limit_max: usize, meter: &Meter) -> Self {
+        Self {
+            window: Mutex::new(Window::new(limit_max, Instant::now())),
+            waits: AtomicBool::new(false),
+            slow_downs: AtomicU64::new(meter.slow_downs.load(Ordering::Relaxed)),
+        }
+    }
+
+    fn window(&self) -> MutexGuard<'_, Window> {
+        self.window.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A range of `len` bytes has come.
+    fn came(&self, len: u64, meter: &Meter) {
+        let now = Instant::now();
+        let mut window = self.window();
+        let asked = meter.slow_downs.load(Ordering::Relaxed);
+        if self.slow_downs.swap(asked, Ordering::Relaxed) < asked {
+            window.slow_down(now);
+        }
+        window.acknowledged(len, self.waits.load(Ordering::Relaxed), now);
+    }
+}
+
+/// Reads groups of frames, all lanes in turn. How many ranges are in flight is found by trying ([`super::window`]); what was fetched and is not used up yet is bounded too, so that the
+/// buffers in use are few and stay in the processor's cache where the network is faster than the stages behind it.
 #[derive(Debug)]
 struct Fetcher {
+    /// Buffers that may be out beside one per range in flight.
+    beside_requests: usize,
     store: Arc<dyn Store>,
     runtime: tokio::runtime::Handle,
     buffers: BufferPool,
@@ -558,20 +603,27 @@ impl Fetcher {
     fn run(&self, lanes: &[LoadLane<'_>], jobs: Sender<DecodeJob>) -> Result<(), PipelineError> {
         let mut tasks = JoinSet::new();
         let mut outcome = Ok(());
+        let in_flight = Arc::new(InFlight::new(self.buffers.count(), &self.meter));
         for (lane, group) in self.in_turn(lanes) {
-            let Ok((buffer, _waited)) = self.buffers.acquire() else {
+            in_flight.waits.store(true, Ordering::Relaxed);
+            let limit = || in_flight.window().limit() + self.beside_requests;
+            let Ok((buffer, _waited)) = self.buffers.acquire_below(limit) else {
                 outcome = Err(PipelineError::Cancelled);
                 break;
             };
+            in_flight.waits.store(false, Ordering::Relaxed);
             // A task that has ended is let go now: an object has very many groups.
             while let Some(done) = tasks.try_join_next() {
                 self.ended(done);
             }
+            let len = group.bytes.end - group.bytes.start;
             let fetched = self.fetch(lane, &lanes[lane], group, buffer, jobs.clone());
-            let abort = Arc::clone(&self.abort);
+            let (abort, meter) = (Arc::clone(&self.abort), Arc::clone(&self.meter));
+            let in_flight = Arc::clone(&in_flight);
             let task = async move {
-                if let Err(error) = fetched.await {
-                    abort.fail(error);
+                match fetched.await {
+                    Ok(()) => in_flight.came(len, &meter),
+                    Err(error) => abort.fail(error),
                 }
             };
             tasks.spawn_on(task, &self.runtime);
@@ -713,14 +765,15 @@ mod tests {
             bytes.chunks(piece_len).for_each(|piece| landing.put(piece));
             let landed: Vec<Fetched> = landing.into_fetched().map(|(_, it)| it).collect();
             let [
-                Fetched::Chunk(first),
+                Fetched::Chunk(first, first_digest),
                 Fetched::Frame(second),
-                Fetched::Chunk(third),
+                Fetched::Chunk(third, _),
             ] = &landed[..]
             else {
                 panic!("other forms than expected");
             };
             assert!(first[..] == chunks[0] && third[..] == chunks[2]);
+            assert_eq!(*first_digest, Digest::of(&chunks[0]));
             let second_place = table.stored[0] as usize..at - 12;
             assert_eq!(second[..], bytes[second_place]);
             assert!(third.as_ptr().addr().is_multiple_of(64));

@@ -69,11 +69,12 @@ fn a_small_budget_holds_any_one_gpu() {
 #[test]
 fn plenty_of_memory_reaches_every_limit_and_stops() {
     let plan = plan_save(&[80 * GIB; 8], &settings(1 << 40)).unwrap();
-    assert_eq!((plan.chunk_len, plan.part_len), (16 * MIB, 16 * MIB));
+    assert_eq!((plan.chunk_len, plan.part_len), (8 * MIB, 16 * MIB));
     // Half of the 16 parts in flight and one per GPU, beside what keeps the stages moving.
     let lent_parts = 8 + 8;
-    assert_eq!(plan.ring_chunks, 8 + lent_parts / 8);
-    assert_eq!(plan.frame_buffers, 4 + lent_parts);
+    let lent_chunks = 2 * lent_parts;
+    assert_eq!(plan.ring_chunks, 8 + lent_chunks / 8);
+    assert_eq!(plan.frame_buffers, 4 + lent_chunks);
     assert_eq!(plan.pack_buffers, lent_parts * 16);
     let lane = LoadLane {
         raw_len: 80 * GIB,
@@ -107,20 +108,20 @@ fn parts_in_flight_have_memory_whatever_the_data() {
 fn a_small_save_takes_no_more_buffers_than_it_can_fill() {
     let plan = plan_save(&[80 * GIB; 2], &settings(1 << 40)).unwrap();
     let small = plan.clone().for_memory_in_use(&[40 * MIB, 70 * MIB]);
-    // At least 64 MiB each: chunks and parts are 16 MiB long.
-    assert_eq!(small.ring_chunks, 5);
+    // At least 64 MiB each, and chunks are 8 MiB long.
+    assert_eq!(small.ring_chunks, 9);
     assert_eq!(small.pack_buffers, 64 + 70);
     assert_eq!(
         small.frame_buffers,
         plan.frame_buffers
-            .min(4 + 5)
+            .min(8 + 9)
             .max(small.threads as usize + 1)
     );
     assert_eq!(
         (small.chunk_len, small.part_len, small.threads),
         (plan.chunk_len, plan.part_len, plan.threads)
     );
-    let ring = (plan.ring_chunks - small.ring_chunks) as u64 * 2 * 16 * MIB;
+    let ring = (plan.ring_chunks - small.ring_chunks) as u64 * 2 * 8 * MIB;
     let packs = (plan.pack_buffers - small.pack_buffers) as u64 * PACK_LEN;
     let frames = (plan.frame_buffers - small.frame_buffers) as u64 * plan.frame_len_max as u64;
     assert_eq!(plan.total_bytes - small.total_bytes, ring + frames + packs);
@@ -171,8 +172,8 @@ fn default_lengths_grow_with_the_gpu() {
     };
     assert_eq!(lens(0), (4, 16));
     assert_eq!(lens(32 * GIB), (4, 16));
-    assert_eq!(lens(32 * GIB + 1), (16, 16));
-    assert_eq!(lens(141 * GIB), (16, 17));
+    assert_eq!(lens(32 * GIB + 1), (8, 16));
+    assert_eq!(lens(141 * GIB), (8, 17));
     assert_eq!(lens(20 * TB), (64, 2120));
 }
 

@@ -714,7 +714,12 @@ async fn hostile_names_and_numbers_are_refused() {
         ),
         (
             "another filter",
-            |f| f.forge_table(|t| t["filters"] = json!("??")),
+            |f| {
+                f.forge_table(|t| {
+                    t["features"] = json!(["planes"]);
+                    t["filters"] = json!("??");
+                })
+            },
             &["filters"],
         ),
         (

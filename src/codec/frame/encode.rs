@@ -301,6 +301,8 @@ struct Tools {
     planes: Box<[u8]>,
     rates: Rates,
     last: Option<Choice>,
+    /// How often in a row a coding that was chosen gained too little after all.
+    failures: u32,
 }
 
 /// What was chosen for a chunk that was looked at closely, for the next ones if they look the same.
@@ -319,6 +321,8 @@ struct Choice {
 impl Choice {
     /// Of neighbours in memory one in so many is looked at closely: the rest costs a third of the time then.
     const SERVES: u32 = 7;
+    /// Where coding gained too little, so many are not tried, twice as many after each failure more, but not for ever.
+    const DOUBLES_MAX: u32 = 4;
     /// What the sample of like chunks may differ by.
     const BITS_NEAR: f32 = 0.2;
     const SHARE_NEAR: f32 = 0.1;
@@ -448,6 +452,8 @@ impl Encoder {
         let gigabytes = chunk.len() as f32 / 1e9;
         let taken = cpu_time::of_thread().saturating_sub(started).as_secs_f32() / gigabytes;
         tools.rates.learn(coding.way(), forecast.cpu, taken);
+        let has_gained = matches!(encoded.body, Body::Written { .. });
+        tools.learn_gain(coding, has_gained);
         encoded
     }
 
@@ -544,6 +550,7 @@ impl Tools {
             planes: vec![0; 4 * PLANE_LEN].into(),
             rates: Rates::new(),
             last: None,
+            failures: 0,
         })
     }
 
@@ -613,6 +620,24 @@ impl Tools {
             left: Choice::SERVES,
         });
         (coding, forecast)
+    }
+
+    /// The coding that was chosen last either made the chunk's frame, or gained so little that the frame is raw: then chunks like it are raw for a while without a try.
+    fn learn_gain(&mut self, coding: Coding, has_gained: bool) {
+        if has_gained {
+            self.failures = 0;
+            return;
+        }
+        let raw = self.raw_forecast();
+        if let Some(last) = &mut self.last
+            && coding != Coding::Raw
+        {
+            last.coding = Coding::Raw;
+            last.forecast = raw;
+            last.bits = self.sample.bits(Filter::None);
+            last.left = Choice::SERVES << self.failures;
+            self.failures = (self.failures + 1).min(Choice::DOUBLES_MAX);
+        }
     }
 
     fn choose_closely(
