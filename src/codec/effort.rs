@@ -14,7 +14,7 @@ impl Effort {
     pub const LEAST: Effort = Effort(0.0);
     /// Takes planes and Huffman codes for floating-point weights, on any processor and beside any neighbours: what a save begins with, before it knows what is short. On a slow link
     /// the buffers are filled once before anything is learned; on a fast one it comes down within a few hundred milliseconds.
-    pub const FIRST: Effort = Effort(2.2);
+    pub const FIRST: Effort = Effort(4.0);
     /// The best ratio, whatever it costs.
     pub const MOST: Effort = Effort(f32::INFINITY);
 

@@ -122,22 +122,23 @@ impl BufferPool {
     /// # Errors
     /// [`PoolClosed`] once [`BufferPool::close`] was called.
     pub fn acquire(&self) -> Result<(PoolBuf, Duration), PoolClosed> {
-        self.acquire_below(|| usize::MAX)
+        self.acquire_unless(|_out| false)
     }
 
-    /// As [`BufferPool::acquire`], and waits too while `limit` buffers or more are out; it is asked again whenever one comes back. Few that go round stay in the processor's cache.
+    /// As [`BufferPool::acquire`], and waits too while `is_full` says so of the number of buffers that are out. It is asked again whenever one comes back, and at
+    /// [`BufferPool::look_again`]. Few buffers that go round stay in the processor's cache.
     ///
     /// # Errors
     /// As [`BufferPool::acquire`].
-    pub fn acquire_below(
+    pub fn acquire_unless(
         &self,
-        limit: impl Fn() -> usize,
+        is_full: impl Fn(usize) -> bool,
     ) -> Result<(PoolBuf, Duration), PoolClosed> {
         let started = Instant::now();
         let free = self.inner.lock();
         let free = self.inner.returned.wait_while(free, |free| {
             let out = self.inner.count - free.indices.len();
-            free.is_worth_a_wait() || out >= limit() && !free.closed
+            free.is_worth_a_wait() || !free.closed && is_full(out)
         });
         let free = free.unwrap_or_else(PoisonError::into_inner);
         self.take(free).map(|buffer| (buffer, started.elapsed()))
@@ -174,6 +175,13 @@ impl BufferPool {
                 index,
             })
         })
+    }
+
+    /// Makes waits of [`BufferPool::acquire_unless`] ask again.
+    pub fn look_again(&self) {
+        // Whoever has asked and does not wait yet holds the lock.
+        drop(self.inner.lock());
+        self.inner.returned.notify_all();
     }
 
     /// Ends every wait, now and later.
@@ -418,6 +426,8 @@ impl Drop for Region {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -466,6 +476,37 @@ mod tests {
         assert!(pool.acquire_within(moment).unwrap().is_some());
         pool.close();
         assert_eq!(pool.acquire_within(moment).err(), Some(PoolClosed));
+    }
+
+    #[test]
+    fn a_wait_asks_again_whether_enough_are_out() {
+        let pool = BufferPool::new(3, 16, None).unwrap();
+        let limit = Arc::new(AtomicUsize::new(1));
+        let _held = pool.acquire().unwrap();
+        let wait = || {
+            let (pool, limit) = (pool.clone(), Arc::clone(&limit));
+            let (asked, was_asked) = std::sync::mpsc::channel();
+            let waiter = std::thread::spawn(move || {
+                let is_full = |out: usize| {
+                    let is_full = out >= limit.load(Ordering::Relaxed);
+                    let _nobody_listens_any_more = asked.send(is_full);
+                    is_full
+                };
+                pool.acquire_unless(is_full).map(|(buffer, _waited)| buffer)
+            });
+            assert!(was_asked.recv().unwrap(), "it waits");
+            waiter
+        };
+        let waiter = wait();
+        limit.store(2, Ordering::Relaxed);
+        pool.look_again();
+        let second = waiter.join().unwrap().unwrap();
+        let waiter = wait();
+        drop(second);
+        let _second = waiter.join().unwrap().unwrap();
+        let waiter = wait();
+        pool.close();
+        assert_eq!(waiter.join().unwrap().err(), Some(PoolClosed));
     }
 
     #[test]

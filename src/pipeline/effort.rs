@@ -10,8 +10,9 @@
 //! Waiting alone says nothing about the processors: where copying and sending take them, compressors wait too, for a stage that waits for a processor. So it is held against the share of the processors
 //! that the process had, and against what of the machine nobody used.
 //!
-//! A slow link frees buffers a part at a time, and compressors fill them in a burst with all the processors they can get. So a look covers as many bytes as all the buffers hold, or so
-//! long a time that it was no burst; the effort falls only while the store takes what the compressors make; and a rise is the higher the longer the time without work was.
+//! A slow link frees buffers many at a time, and compressors fill them in a burst with all the processors they can get. So after any time with processors to spare the effort falls only when they have been
+//! short for longer than a burst takes, and never while the store takes less than the compressors make, as when the buffers are filled for the first time. A rise is the higher the longer the time
+//! without work was.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,6 +27,10 @@ use crate::timeline::{EFFORT, Probe, Watch};
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// After so much time there is a look however few bytes went by.
 const LOOK_AFTER: Duration = Duration::from_millis(400);
+/// Before that, a look waits for this part of what all buffers hold, or parts would be too few to count.
+const LOOK_SHARE: u64 = 4;
+/// Compressors that refill all buffers take less than this.
+const BURST: Duration = Duration::from_millis(200);
 /// A look counts for as many as would fit its time, up to this.
 const RISES_MAX: u32 = 4;
 /// An emergency has no time to find out.
@@ -54,8 +59,10 @@ const FALL: f32 = 1.41;
 const FALL_ON: f32 = 2.0;
 /// Share of what the compressors make that the store takes, below which it is not them that the others wait for.
 const KEEPS_UP: f64 = 0.9;
-/// Looks without a rise after a fall. The next coding up may cost a multiple, so that the effort goes to and fro across its price: it is to be below for nearly all the time.
-const REST: u32 = 12;
+/// What a look back counts for at the next look, when the two are compared: the store acknowledges whole parts.
+const PARTS_MEMORY: f64 = 0.5;
+/// Looks after a fall in which it stays below where it fell. The next coding up may cost a multiple, so that the effort goes to and fro across its price: it is to be below for nearly all the time.
+const REST: u32 = 48;
 /// What a look back counts for at the next look, when the price of sending is taken.
 const MEMORY: f64 = 0.9;
 /// CPU-seconds for a gigabyte that the SDK and the kernel's TCP were measured to take, and the gigabytes that this counts for before any were sent.
@@ -89,10 +96,16 @@ pub(super) struct Span {
 #[derive(Debug)]
 pub(super) struct Control {
     effort: f32,
-    /// Looks until it may rise again.
+    /// Where it last fell, and looks until it may come there again.
+    ceiling: f32,
     rest: u32,
     /// Whether it fell at the last look.
     is_falling: bool,
+    /// How long processors have been short.
+    short_for: Duration,
+    /// Gigabytes that the compressors made and the store acknowledged lately.
+    made: f64,
+    taken: f64,
     /// CPU-seconds and gigabytes of what was sent lately.
     sending: f64,
     sent: f64,
@@ -103,8 +116,13 @@ impl Control {
     pub(super) fn new() -> Self {
         Self {
             effort: EFFORT_FIRST,
+            ceiling: EFFORT_MOST,
             rest: 0,
             is_falling: false,
+            // Nothing was to spare yet.
+            short_for: BURST,
+            made: 0.0,
+            taken: 0.0,
             sending: SENDING_EXPECTED * SENT_EXPECTED,
             sent: SENT_EXPECTED,
         }
@@ -124,18 +142,29 @@ impl Control {
         let idle = share(span.idle, span.idle + span.busy);
         let is_taken = share(span.process, span.available) >= TAKEN
             || span.unused.is_some_and(|unused| unused < UNUSED);
-        let keeps_up = span.stored as f64 >= KEEPS_UP * span.made as f64;
-        let falls = (idle < IDLE_FALL || is_taken) && keeps_up;
+        self.made = self.made * PARTS_MEMORY + gigabytes(span.made);
+        self.taken = self.taken * PARTS_MEMORY + gigabytes(span.stored);
+        let is_short = idle < IDLE_FALL || is_taken;
+        self.short_for = match is_short {
+            true => self.short_for.saturating_add(span.elapsed),
+            false => Duration::ZERO,
+        };
+        let falls = is_short && self.short_for >= BURST && self.taken >= KEEPS_UP * self.made;
         if falls {
+            self.ceiling = self.effort;
             self.effort /= if self.is_falling { FALL_ON } else { FALL };
             self.rest = REST;
         } else {
             let looks = span.elapsed.as_millis() / LOOK_EVERY.as_millis();
             let looks = u32::try_from(looks).map_or(RISES_MAX, |looks| looks.clamp(1, RISES_MAX));
-            let rises = looks.saturating_sub(self.rest);
             self.rest = self.rest.saturating_sub(looks);
-            if idle > IDLE_RISE && !is_taken {
-                self.effort *= RISE.powi(rises.cast_signed());
+            let most = match self.rest {
+                0 => EFFORT_MOST,
+                _ => self.ceiling / RISE,
+            };
+            if idle > IDLE_RISE && !is_short {
+                let risen = self.effort * RISE.powi(looks.cast_signed());
+                self.effort = risen.min(most).max(self.effort);
             }
         }
         self.is_falling = falls;
@@ -230,8 +259,8 @@ impl Pacer {
         tally.span.made += made;
         let now = Instant::now();
         let elapsed = now - tally.looked_at;
-        let is_burst = tally.coded < self.buffered && elapsed < LOOK_AFTER;
-        if elapsed < LOOK_EVERY || is_burst {
+        let is_too_little = tally.coded < self.buffered / LOOK_SHARE && elapsed < LOOK_AFTER;
+        if elapsed < LOOK_EVERY || is_too_little {
             return;
         }
         let (process, machine, stored) = (cpu_time::of_process(), MachineTime::now(), stored());
@@ -472,6 +501,7 @@ mod tests {
         }
         assert!((control.effort() - EFFORT_MOST).abs() < 0.1);
         let busy = |sending: u64| Span {
+            elapsed: Duration::from_secs(1),
             busy: Duration::from_secs(1),
             computing: Duration::from_secs(1),
             process: Duration::from_secs(1) + Duration::from_millis(sending),
@@ -533,7 +563,39 @@ mod tests {
         };
         let after = |stored| Control::new().look(&burst(stored));
         assert!((after(10_000_000) - EFFORT_FIRST).abs() < 0.01);
-        assert!(after(90_000_000) < EFFORT_FIRST);
+        assert!(after(95_000_000) < EFFORT_FIRST);
+    }
+
+    #[test]
+    fn a_burst_after_idle_time_is_no_reason_to_try_less_and_a_long_shortage_is() {
+        let short = Span {
+            elapsed: Duration::from_millis(100),
+            busy: Duration::from_millis(200),
+            unused: Some(0.0),
+            made: 50_000_000,
+            stored: 50_000_000,
+            ..Span::default()
+        };
+        let idle = Span {
+            busy: Duration::ZERO,
+            idle: Duration::from_millis(200),
+            unused: Some(0.9),
+            ..short
+        };
+        let mut control = Control::new();
+        let risen = control.look(&idle);
+        assert!((control.look(&short) - risen).abs() < 0.01);
+        let fallen = control.look(&short);
+        assert!(fallen < risen);
+        // Up again at once, but not to where it fell before it has rested.
+        for _ in 0..5 {
+            control.look(&idle);
+        }
+        assert!(control.effort() > fallen && control.effort() < risen);
+        for _ in 0..20 {
+            control.look(&idle);
+        }
+        assert!(control.effort() > risen);
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! Load: objects → extents, or to nowhere (to verify). The mirror of save, with the same stages from last to first.
 //!
-//! Fetching and verifying start before the driver is asked: the buffers fill first. A chunk goes to a GPU only after its frame was decoded and its digest compared.
+//! Fetching and verifying start before the driver is asked: the buffers that go round fill first. A chunk goes to a GPU only after its frame was decoded and its digest compared.
 //!
 //! A fetched range lands in a fetch buffer, copied once, out of the connection's own memory. A raw frame lands without what stands between its blocks, so that its chunk lies there in one piece, with
 //! its digest taken on the way: it goes to the GPU from there. Every other frame is decoded into a ring buffer.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Scope;
 use std::time::Instant;
@@ -397,6 +397,7 @@ impl Decoding<'_> {
                 reason: "it has other headers than a raw frame of ours",
             }),
         };
+        let came_right = decoded.is_ok();
         if let Err(error) = decoded {
             self.again.decode(decoder, lane, &job.frame, error, raw)?;
         }
@@ -404,7 +405,9 @@ impl Decoding<'_> {
         self.gauge
             .busy_as(job.lane, label, len as u64, started.elapsed());
         let chunk = PoolSlice::new(Arc::new(buffer), 0..len);
-        self.keep_if_zeros(job, &chunk);
+        if came_right {
+            self.keep_if_zeros(job, &chunk);
+        }
         Ok(chunk)
     }
 }
@@ -423,15 +426,16 @@ struct LandingFrame {
     place: Range<usize>,
     /// Bytes of the frame that have come.
     seen: usize,
-    /// Of a raw frame, whose content alone is kept.
-    raw: Option<RawFrame>,
+    /// Of a raw frame, whose content alone is kept. Boxed: a range may have very many frames that are not raw.
+    raw: Option<Box<RawFrame>>,
 }
 
 /// The frame, if its content alone is to land.
-fn raw_frame(entry: &FrameEntry) -> Option<RawFrame> {
+fn raw_frame(entry: &FrameEntry) -> Option<Box<RawFrame>> {
     let is_raw = entry.kind == FrameKind::Raw;
     let (raw_len, stored_len) = (entry.raw_len as usize, entry.stored_len as usize);
-    is_raw.then(|| RawFrame::new(raw_len, stored_len)).flatten()
+    let frame = is_raw.then(|| RawFrame::new(raw_len, stored_len));
+    frame.flatten().map(Box::new)
 }
 
 impl Landing {
@@ -550,9 +554,10 @@ impl FetchAgain {
 /// Fetch buffers for each GPU that chunks may hold which wait for their copy or are under way.
 const BUFFERS_PER_LANE: usize = 4;
 
-/// How many ranges are in flight, and whether the fetcher waits because of it.
+/// The ranges in flight, how many they may be, and whether the fetcher waits because of that.
 #[derive(Debug)]
 struct InFlight {
+    requests: AtomicUsize,
     window: Mutex<Window>,
     waits: AtomicBool,
     slow_downs: AtomicU64,
@@ -561,6 +566,7 @@ struct InFlight {
 impl InFlight {
     fn new(limit_max: usize, meter: &Meter) -> Self {
         Self {
+            requests: AtomicUsize::new(0),
             window: Mutex::new(Window::new(limit_max, Instant::now())),
             waits: AtomicBool::new(false),
             slow_downs: AtomicU64::new(meter.slow_downs.load(Ordering::Relaxed)),
@@ -571,8 +577,17 @@ impl InFlight {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether another range has to wait, when so many buffers are out of which `beside` need be in no request.
+    fn is_full(&self, out: usize, beside: usize) -> bool {
+        let limit = self.window().limit();
+        let waits = self.requests.load(Ordering::Relaxed) >= limit;
+        self.waits.store(waits, Ordering::Relaxed);
+        waits || out >= limit + beside
+    }
+
     /// A range of `len` bytes has come.
     fn came(&self, len: u64, meter: &Meter) {
+        self.requests.fetch_sub(1, Ordering::Relaxed);
         let now = Instant::now();
         let mut window = self.window();
         let asked = meter.slow_downs.load(Ordering::Relaxed);
@@ -605,13 +620,12 @@ impl Fetcher {
         let mut outcome = Ok(());
         let in_flight = Arc::new(InFlight::new(self.buffers.count(), &self.meter));
         for (lane, group) in self.in_turn(lanes) {
-            in_flight.waits.store(true, Ordering::Relaxed);
-            let limit = || in_flight.window().limit() + self.beside_requests;
-            let Ok((buffer, _waited)) = self.buffers.acquire_below(limit) else {
+            let is_full = |out| in_flight.is_full(out, self.beside_requests);
+            let Ok((buffer, _waited)) = self.buffers.acquire_unless(is_full) else {
                 outcome = Err(PipelineError::Cancelled);
                 break;
             };
-            in_flight.waits.store(false, Ordering::Relaxed);
+            in_flight.requests.fetch_add(1, Ordering::Relaxed);
             // A task that has ended is let go now: an object has very many groups.
             while let Some(done) = tasks.try_join_next() {
                 self.ended(done);
@@ -619,10 +633,13 @@ impl Fetcher {
             let len = group.bytes.end - group.bytes.start;
             let fetched = self.fetch(lane, &lanes[lane], group, buffer, jobs.clone());
             let (abort, meter) = (Arc::clone(&self.abort), Arc::clone(&self.meter));
-            let in_flight = Arc::clone(&in_flight);
+            let (in_flight, buffers) = (Arc::clone(&in_flight), self.buffers.clone());
             let task = async move {
                 match fetched.await {
-                    Ok(()) => in_flight.came(len, &meter),
+                    Ok(()) => {
+                        in_flight.came(len, &meter);
+                        buffers.look_again();
+                    }
                     Err(error) => abort.fail(error),
                 }
             };
@@ -827,6 +844,25 @@ mod tests {
                 "{error:?}"
             );
         }
+    }
+
+    #[test]
+    fn ranges_wait_for_the_window_and_for_buffers_in_use() {
+        let meter = Meter::new();
+        let in_flight = InFlight::new(64, &meter);
+        let limit = in_flight.window().limit();
+        for _ in 0..limit {
+            assert!(!in_flight.is_full(0, 4));
+            in_flight.requests.fetch_add(1, Ordering::Relaxed);
+        }
+        assert!(in_flight.is_full(0, 4) && in_flight.waits.load(Ordering::Relaxed));
+        in_flight.came(1, &meter);
+        assert!(!in_flight.is_full(limit + 3, 4));
+        // What was fetched is not used up: that is not the window's doing.
+        assert!(in_flight.is_full(limit + 4, 4) && !in_flight.waits.load(Ordering::Relaxed));
+        meter.slow_downs.fetch_add(1, Ordering::Relaxed);
+        in_flight.came(1, &meter);
+        assert_eq!(in_flight.window().limit(), limit / 2);
     }
 
     /// Zeros that are known stand only for frames and digests that are theirs.

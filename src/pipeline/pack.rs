@@ -486,18 +486,15 @@ mod tests {
     #[test]
     fn a_raw_frame_is_its_chunk_lent_or_copied() {
         let chunk: Vec<u8> = (0..60).collect();
-        let frame = raw_pieces(Bytes::from(chunk.clone()), Some(7)).collect::<Vec<_>>();
-        let frame = frame.concat();
-        for loans in [1, 0] {
+        for (loans, checksum) in [(1, None), (0, None), (1, Some(7)), (0, Some(7))] {
+            let frame = raw_pieces(Bytes::from(chunk.clone()), checksum).collect::<Vec<_>>();
+            let frame = frame.concat();
             let (out, mut parts) = unbounded_channel();
             let (packing, ring) = packing(50, loans);
             let mut packer = Packer::new(0, FrameTable::new(60, 60), packing, out);
             let mut packed = packed(&chunk, ring.acquire().unwrap().0);
             if let FrameBytes::Written(chunk) = packed.bytes {
-                packed.bytes = FrameBytes::Raw {
-                    chunk,
-                    checksum: Some(7),
-                };
+                packed.bytes = FrameBytes::Raw { chunk, checksum };
             }
             packed.crc64 = Crc64::of(&frame);
             packed.record.raw_len = 60;

@@ -311,8 +311,9 @@ struct Choice {
     coding: Coding,
     forecast: Forecast,
     effort: Effort,
-    /// The chunk's, behind the filter of the coding.
+    /// The chunk's, behind this filter: that of the coding, or of one that was tried in vain.
     bits: [f32; 4],
+    filter: Filter,
     zero_share: f32,
     /// For how many more chunks it may serve.
     left: u32,
@@ -322,7 +323,7 @@ impl Choice {
     /// Of neighbours in memory one in so many is looked at closely: the rest costs a third of the time then.
     const SERVES: u32 = 7;
     /// Where coding gained too little, so many are not tried, twice as many after each failure more, but not for ever.
-    const DOUBLES_MAX: u32 = 4;
+    const DOUBLES_MAX: u32 = 2;
     /// What the sample of like chunks may differ by.
     const BITS_NEAR: f32 = 0.2;
     const SHARE_NEAR: f32 = 0.1;
@@ -452,8 +453,10 @@ impl Encoder {
         let gigabytes = chunk.len() as f32 / 1e9;
         let taken = cpu_time::of_thread().saturating_sub(started).as_secs_f32() / gigabytes;
         tools.rates.learn(coding.way(), forecast.cpu, taken);
-        let has_gained = matches!(encoded.body, Body::Written { .. });
-        tools.learn_gain(coding, has_gained);
+        if effort != Effort::MOST {
+            let has_gained = matches!(encoded.body, Body::Written { .. });
+            tools.learn_gain(coding, has_gained);
+        }
         encoded
     }
 
@@ -563,8 +566,12 @@ impl Tools {
         let gigabytes = chunk.len() as f32 / 1e9;
         self.sample.take(chunk);
         for round in 0..=MEASURED_ROUNDS {
-            let huffman = self.forecast_huffman(filter, Effort::FIRST);
-            for (coding, forecast) in [(Coding::Raw, self.raw_forecast()), huffman] {
+            for way in [Way::Raw, Way::Huffman] {
+                // Not before the other one was learned, which moves the factors of all.
+                let (coding, forecast) = match way {
+                    Way::Raw => (Coding::Raw, self.raw_forecast()),
+                    _ => self.forecast_huffman(filter, Effort::FIRST),
+                };
                 let started = cpu_time::of_thread();
                 self.code(coding, settings.plane_coder, chunk, out);
                 let taken = cpu_time::of_thread().saturating_sub(started);
@@ -603,11 +610,16 @@ impl Tools {
         self.sample.take(chunk);
         let zero_share = self.sample.zero_share();
         if let Some(mut last) = self.last.take() {
-            let bits = self.sample.bits(last.coding.filter());
+            let bits = self.sample.bits(last.filter);
             if last.serves(&bits, zero_share, effort) {
                 last.left -= 1;
                 self.last = Some(last);
-                return (last.coding, last.forecast);
+                // What raw frames cost is known better by now.
+                let forecast = match last.coding {
+                    Coding::Raw => raw,
+                    _ => last.forecast,
+                };
+                return (last.coding, forecast);
             }
         }
         let (coding, forecast) = self.choose_closely(settings, chunk, out, effort, raw);
@@ -616,6 +628,7 @@ impl Tools {
             forecast,
             effort,
             bits: self.sample.bits(coding.filter()),
+            filter: coding.filter(),
             zero_share,
             left: Choice::SERVES,
         });
@@ -634,7 +647,6 @@ impl Tools {
         {
             last.coding = Coding::Raw;
             last.forecast = raw;
-            last.bits = self.sample.bits(Filter::None);
             last.left = Choice::SERVES << self.failures;
             self.failures = (self.failures + 1).min(Choice::DOUBLES_MAX);
         }
