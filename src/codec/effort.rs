@@ -100,11 +100,6 @@ impl Rates {
         }
     }
 
-    /// Takes over what another encoder learned on this machine.
-    pub(super) fn adopt(&mut self, other: &Self) {
-        *self = *other;
-    }
-
     /// Measured seconds per forecast second.
     pub(super) fn factor(&self, way: Way) -> f32 {
         self.factors[way as usize]

@@ -84,12 +84,17 @@ pub const fn frame_bound(raw_len: usize) -> usize {
 
 /// Bytes of the raw frame of a chunk of `raw_len` bytes.
 pub const fn raw_frame_len(raw_len: usize, has_checksum: bool) -> usize {
-    let end_len = if has_checksum {
+    let blocks_len = raw_block_count(raw_len) * BLOCK_HEADER_LEN + raw_len;
+    HAND_HEADER_LEN + blocks_len + checksum_len(has_checksum)
+}
+
+/// Bytes behind the blocks.
+const fn checksum_len(has_checksum: bool) -> usize {
+    if has_checksum {
         CONTENT_CHECKSUM_LEN
     } else {
         0
-    };
-    HAND_HEADER_LEN + raw_block_count(raw_len) * BLOCK_HEADER_LEN + raw_len + end_len
+    }
 }
 
 /// Fewest bytes of any valid frame with a content size: header 6, one block 3.

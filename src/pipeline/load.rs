@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Scope;
 use std::time::Instant;
@@ -321,6 +321,14 @@ impl Decoding<'_> {
         }
     }
 
+    /// Verifying the job's chunk took since `started`.
+    fn was_busy(&self, job: &DecodeJob, started: Instant) {
+        let label = job.frame.kind.name(job.frame.filter);
+        let bytes = u64::from(job.frame.raw_len);
+        self.gauge
+            .busy_as(job.lane, label, bytes, started.elapsed());
+    }
+
     /// The chunk, if it is like the zeros that are there already.
     fn known_zeros(&self, job: &DecodeJob) -> Option<PoolSlice> {
         let Fetched::Frame(frame) = &job.fetched else {
@@ -332,12 +340,7 @@ impl Decoding<'_> {
                 && zeros.digest == job.frame.digest
                 && zeros.frame[..] == frame[..]
         })?;
-        let (bytes, label) = (
-            zeros.chunk.len() as u64,
-            job.frame.kind.name(job.frame.filter),
-        );
-        self.gauge
-            .busy_as(job.lane, label, bytes, started.elapsed());
+        self.was_busy(job, started);
         Some(zeros.chunk.clone())
     }
 
@@ -364,9 +367,7 @@ impl Decoding<'_> {
         };
         let started = Instant::now();
         let is_the_one = *digest == job.frame.digest;
-        let (bytes, label) = (chunk.len() as u64, job.frame.kind.name(job.frame.filter));
-        self.gauge
-            .busy_as(job.lane, label, bytes, started.elapsed());
+        self.was_busy(job, started);
         is_the_one.then(|| chunk.clone())
     }
 
@@ -401,9 +402,7 @@ impl Decoding<'_> {
         if let Err(error) = decoded {
             self.again.decode(decoder, lane, &job.frame, error, raw)?;
         }
-        let label = job.frame.kind.name(job.frame.filter);
-        self.gauge
-            .busy_as(job.lane, label, len as u64, started.elapsed());
+        self.was_busy(job, started);
         let chunk = PoolSlice::new(Arc::new(buffer), 0..len);
         if came_right {
             self.keep_if_zeros(job, &chunk);
@@ -560,16 +559,15 @@ struct InFlight {
     requests: AtomicUsize,
     window: Mutex<Window>,
     waits: AtomicBool,
-    slow_downs: AtomicU64,
 }
 
 impl InFlight {
     fn new(limit_max: usize, meter: &Meter) -> Self {
+        let slow_downs = meter.slow_downs.load(Ordering::Relaxed);
         Self {
             requests: AtomicUsize::new(0),
-            window: Mutex::new(Window::new(limit_max, Instant::now())),
+            window: Mutex::new(Window::new(limit_max, slow_downs, Instant::now())),
             waits: AtomicBool::new(false),
-            slow_downs: AtomicU64::new(meter.slow_downs.load(Ordering::Relaxed)),
         }
     }
 
@@ -590,10 +588,7 @@ impl InFlight {
         self.requests.fetch_sub(1, Ordering::Relaxed);
         let now = Instant::now();
         let mut window = self.window();
-        let asked = meter.slow_downs.load(Ordering::Relaxed);
-        if self.slow_downs.swap(asked, Ordering::Relaxed) < asked {
-            window.slow_down(now);
-        }
+        window.asked_to_slow_down(meter.slow_downs.load(Ordering::Relaxed), now);
         window.acknowledged(len, self.waits.load(Ordering::Relaxed), now);
     }
 }

@@ -75,13 +75,10 @@ impl Uploader {
         let mut receipts: Vec<Vec<PartReceipt>> = self.targets.iter().map(|_| Vec::new()).collect();
         let mut under_way = JoinSet::new();
         let mut packing = true;
-        let mut window = Window::new(self.parallelism, Instant::now());
-        let mut slow_downs = self.meter.slow_downs.load(Ordering::Relaxed);
+        let slow_downs = || self.meter.slow_downs.load(Ordering::Relaxed);
+        let mut window = Window::new(self.parallelism, slow_downs(), Instant::now());
         while packing || !under_way.is_empty() {
-            let asked = self.meter.slow_downs.load(Ordering::Relaxed);
-            if std::mem::replace(&mut slow_downs, asked) < asked {
-                window.slow_down(Instant::now());
-            }
+            window.asked_to_slow_down(slow_downs(), Instant::now());
             self.wire.set_room(window.limit().min(self.spare_parts));
             tokio::select! {
                 () = self.abort.token().cancelled() => break,

@@ -31,6 +31,8 @@ pub(super) struct Window {
     rounds_at_rest: u32,
     /// The limit was halved, and no round has ended since.
     halved: bool,
+    /// Requests to slow down that are known.
+    slow_downs: u64,
     round: Round,
 }
 
@@ -67,8 +69,8 @@ impl Round {
 }
 
 impl Window {
-    /// A window that never opens further than `limit_max`.
-    pub(super) fn new(limit_max: usize, now: Instant) -> Self {
+    /// A window that never opens further than `limit_max`. `slow_downs` counts the store's requests to slow down so far, from whenever.
+    pub(super) fn new(limit_max: usize, slow_downs: u64, now: Instant) -> Self {
         let limit_max = limit_max.max(1);
         Self {
             limit: LIMIT_FIRST.min(limit_max),
@@ -79,6 +81,7 @@ impl Window {
             settling: true,
             rounds_at_rest: 0,
             halved: false,
+            slow_downs,
             round: Round::begin(now),
         }
     }
@@ -100,8 +103,14 @@ impl Window {
         }
     }
 
-    /// The store asked for fewer requests.
-    pub(super) fn slow_down(&mut self, now: Instant) {
+    /// The store has asked so often for fewer requests.
+    pub(super) fn asked_to_slow_down(&mut self, slow_downs: u64, now: Instant) {
+        if std::mem::replace(&mut self.slow_downs, slow_downs) < slow_downs {
+            self.slow_down(now);
+        }
+    }
+
+    fn slow_down(&mut self, now: Instant) {
         if self.halved {
             return;
         }
@@ -188,7 +197,7 @@ mod tests {
 
     fn settled(limit_max: usize, knee: usize) -> usize {
         let mut now = Instant::now();
-        let mut window = Window::new(limit_max, now);
+        let mut window = Window::new(limit_max, 0, now);
         rounds(&mut window, &mut now, 60, knee, true);
         // Wherever it is in its trials: what it rests at.
         let mut limits: Vec<usize> = Vec::new();
@@ -215,7 +224,7 @@ mod tests {
     #[test]
     fn it_is_fast_where_there_is_room() {
         let mut now = Instant::now();
-        let mut window = Window::new(64, now);
+        let mut window = Window::new(64, 0, now);
         let mut count = 0;
         while window.limit() < 64 {
             rounds(&mut window, &mut now, 1, 200, true);
@@ -227,15 +236,25 @@ mod tests {
     #[test]
     fn rounds_in_which_nothing_waits_change_nothing() {
         let mut now = Instant::now();
-        let mut window = Window::new(64, now);
+        let mut window = Window::new(64, 0, now);
         rounds(&mut window, &mut now, 50, 200, false);
         assert_eq!(window.limit(), LIMIT_FIRST);
     }
 
     #[test]
+    fn only_new_requests_to_slow_down_count() {
+        let now = Instant::now();
+        let mut window = Window::new(64, 3, now);
+        window.asked_to_slow_down(3, now);
+        assert_eq!(window.limit(), LIMIT_FIRST);
+        window.asked_to_slow_down(4, now);
+        assert_eq!(window.limit(), LIMIT_FIRST / 2);
+    }
+
+    #[test]
     fn slow_down_halves_once_a_round_and_is_recovered_from() {
         let mut now = Instant::now();
-        let mut window = Window::new(64, now);
+        let mut window = Window::new(64, 0, now);
         rounds(&mut window, &mut now, 20, 200, true);
         assert_eq!(window.limit(), 64);
         for _ in 0..10 {

@@ -391,7 +391,7 @@ impl Encoder {
             fill_like_weights(stretch);
             tools.measure(&settings, stretch, &mut frame);
             for other in others.iter_mut().filter_map(|other| other.tools.as_mut()) {
-                other.rates.adopt(&tools.rates);
+                other.rates = tools.rates;
             }
         }
         Ok(team)
@@ -641,12 +641,10 @@ impl Tools {
             self.failures = 0;
             return;
         }
-        let raw = self.raw_forecast();
         if let Some(last) = &mut self.last
             && coding != Coding::Raw
         {
             last.coding = Coding::Raw;
-            last.forecast = raw;
             last.left = Choice::SERVES << self.failures;
             self.failures = (self.failures + 1).min(Choice::DOUBLES_MAX);
         }

@@ -14,8 +14,7 @@ use super::super::huffman::Table;
 use super::super::planes::{self, Filter, PLANE_LEN};
 use super::libzstd::Decompressor;
 use super::{
-    BLOCK_HEADER_LEN, BLOCK_LEN_MAX, BlockType, CONTENT_CHECKSUM_LEN, FrameError, Header,
-    check_header,
+    BLOCK_HEADER_LEN, BLOCK_LEN_MAX, BlockType, FrameError, Header, check_header, checksum_len,
 };
 use crate::codec::Digest;
 
@@ -184,12 +183,7 @@ impl Reader {
         filter: Filter,
         out: &mut [u8],
     ) -> Option<Digest> {
-        let end_len = if header.has_checksum {
-            CONTENT_CHECKSUM_LEN
-        } else {
-            0
-        };
-        let blocks_end = frame.len().checked_sub(end_len)?;
+        let blocks_end = frame.len().checked_sub(checksum_len(header.has_checksum))?;
         let mut blocks = Blocks {
             rest: frame.get(header.len..blocks_end)?,
             has_table: false,

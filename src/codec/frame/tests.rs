@@ -598,12 +598,7 @@ fn blocks(frame: &[u8]) -> Vec<(BlockType, usize, bool)> {
         at += stored_len;
         if header & 1 == 1 {
             let has_checksum = frame[4] & CHECKSUM_FLAG != 0;
-            let end_len = if has_checksum {
-                CONTENT_CHECKSUM_LEN
-            } else {
-                0
-            };
-            assert_eq!(at + end_len, frame.len());
+            assert_eq!(at + checksum_len(has_checksum), frame.len());
             return blocks;
         }
     }
