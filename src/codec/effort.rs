@@ -66,19 +66,36 @@ pub(super) const REPETITION_COST_MIN: f32 = 0.2;
 pub(super) enum Way {
     /// As it is.
     Raw = 0,
-    /// Planes and Huffman codes.
+    /// Huffman codes without a filter.
     Huffman = 1,
+    /// Planes and Huffman codes.
+    Planes = 2,
     /// libzstd behind a filter.
-    FilteredZstd = 2,
+    FilteredZstd = 3,
     /// libzstd on the raw bytes.
-    Zstd = 3,
+    Zstd = 4,
 }
 
-const WAY_COUNT: usize = 4;
+const WAY_COUNT: usize = 5;
 
-/// How much longer than forecast each way takes on this processor, beside these neighbours.
+/// Whether zeros lie in a chunk: they come in runs of any length, and what finding those takes no forecast gets right. So it is learned apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Zeros {
+    /// Hardly any.
+    Few = 0,
+    /// Enough of them to count.
+    Many = 1,
+}
+
+/// How much longer than forecast each way takes on this processor, beside these neighbours: in chunks with few zeros, and in those with many.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rates {
+    classes: [Learned; 2],
+}
+
+/// Of one class of chunks.
+#[derive(Debug, Clone, Copy)]
+struct Learned {
     factors: [f32; WAY_COUNT],
     /// How often each was measured, up to [`Rates::MEMORY`].
     counts: [u8; WAY_COUNT],
@@ -94,30 +111,41 @@ impl Rates {
     const FACTOR_MAX: f32 = 4.0;
 
     pub(super) fn new() -> Self {
-        Self {
+        let nothing = Learned {
             factors: [1.0; WAY_COUNT],
             counts: [0; WAY_COUNT],
+        };
+        Self {
+            classes: [nothing; 2],
         }
     }
 
     /// Measured seconds per forecast second.
-    pub(super) fn factor(&self, way: Way) -> f32 {
-        self.factors[way as usize]
+    pub(super) fn factor(&self, way: Way, zeros: Zeros) -> f32 {
+        self.classes[zeros as usize].factors[way as usize]
     }
 
     /// A chunk was coded this way and took `measured` of `forecast` CPU seconds; the forecast had the factor in it.
-    pub(super) fn learn(&mut self, way: Way, forecast: f32, measured: f32) {
-        let known = self.factor(way);
+    pub(super) fn learn(&mut self, way: Way, zeros: Zeros, forecast: f32, measured: f32) {
+        let known = self.factor(way, zeros);
         let newest = (known * measured / forecast.max(f32::MIN_POSITIVE))
             .clamp(Self::FACTOR_MIN, Self::FACTOR_MAX);
-        let count = &mut self.counts[way as usize];
+        let own = &mut self.classes[zeros as usize];
+        let count = &mut own.counts[way as usize];
         *count = (*count + 1).min(Self::MEMORY);
         let learned = known + (newest - known) / f32::from(*count);
-        for (factor, count) in self.factors.iter_mut().zip(&self.counts) {
-            let share = if *count > 0 { Self::FOLLOW_SHARE } else { 1.0 };
-            *factor += (learned - *factor) * share;
+        for (index, class) in self.classes.iter_mut().enumerate() {
+            let follows = index == zeros as usize;
+            for (factor, count) in class.factors.iter_mut().zip(&class.counts) {
+                let share = match (count, follows) {
+                    (0, _) => 1.0,
+                    (_, true) => Self::FOLLOW_SHARE,
+                    (_, false) => 0.0,
+                };
+                *factor += (learned - *factor) * share;
+            }
         }
-        self.factors[way as usize] = learned;
+        self.classes[zeros as usize].factors[way as usize] = learned;
     }
 }
 
@@ -153,19 +181,36 @@ mod tests {
     #[test]
     fn rates_follow_what_is_measured_and_forget_what_is_not_used() {
         let mut rates = Rates::new();
-        let learn = |rates: &mut Rates, way, times_as_long: f32| {
+        let learn = |rates: &mut Rates, way, zeros, times_as_long: f32| {
             for _ in 0..1000 {
-                let forecast = 0.5 * rates.factor(way);
-                rates.learn(way, forecast, 0.5 * times_as_long);
+                let forecast = 0.5 * rates.factor(way, zeros);
+                rates.learn(way, zeros, forecast, 0.5 * times_as_long);
             }
         };
-        learn(&mut rates, Way::Huffman, 3.0);
-        assert!((rates.factor(Way::Huffman) - 3.0).abs() < 0.01);
-        rates.learn(Way::Huffman, 0.5, f32::INFINITY);
-        let outlier = rates.factor(Way::Huffman);
+        let is = |rates: &Rates, way, zeros, factor: f32| {
+            let known = rates.factor(way, zeros);
+            assert!((known - factor).abs() < 0.01, "{way:?} {zeros:?}: {known}");
+        };
+        learn(&mut rates, Way::Planes, Zeros::Few, 3.0);
+        is(&rates, Way::Planes, Zeros::Few, 3.0);
+        is(&rates, Way::Planes, Zeros::Many, 3.0);
+        rates.learn(Way::Planes, Zeros::Few, 0.5, f32::INFINITY);
+        let outlier = rates.factor(Way::Planes, Zeros::Few);
         assert!(outlier < 3.2, "one outlier moves it to {outlier}");
-        learn(&mut rates, Way::Raw, 0.5);
-        assert!((rates.factor(Way::Raw) - 0.5).abs() < 0.01);
-        assert!((rates.factor(Way::Huffman) - 0.5).abs() < 0.01);
+        learn(&mut rates, Way::Raw, Zeros::Few, 0.5);
+        is(&rates, Way::Raw, Zeros::Few, 0.5);
+        is(&rates, Way::Planes, Zeros::Few, 0.5);
+    }
+
+    #[test]
+    fn what_zeros_take_says_nothing_about_chunks_without_any() {
+        let mut rates = Rates::new();
+        rates.learn(Way::Planes, Zeros::Few, 0.5, 0.5);
+        for _ in 0..1000 {
+            let forecast = 0.2 * rates.factor(Way::Planes, Zeros::Many);
+            rates.learn(Way::Planes, Zeros::Many, forecast, 0.6);
+        }
+        assert!(rates.factor(Way::Planes, Zeros::Many) > 2.9);
+        assert!((rates.factor(Way::Planes, Zeros::Few) - 1.0).abs() < 0.01);
     }
 }

@@ -13,7 +13,7 @@ use std::fmt;
 use super::super::digest::Digesting;
 use super::super::effort::{
     CHECKSUM_COST, CODED_COST, DENSE_PLANE_COST, HUFFMAN_PLANE_COST, RAW_COST, REPETITION_COST_MIN,
-    Rates, SPLIT_COST, Way, ZERO_COST,
+    Rates, SPLIT_COST, Way, ZERO_COST, Zeros,
 };
 use super::super::effort::{Effort, Forecast};
 use super::super::planes::{self, Filter, PLANE_LEN};
@@ -269,7 +269,11 @@ impl Coding {
     fn way(self) -> Way {
         match self {
             Coding::Raw => Way::Raw,
-            Coding::Huffman { .. } => Way::Huffman,
+            Coding::Huffman {
+                filter: Filter::None,
+                ..
+            } => Way::Huffman,
+            Coding::Huffman { .. } => Way::Planes,
             Coding::FilteredZstd { .. } => Way::FilteredZstd,
             Coding::Zstd { .. } => Way::Zstd,
         }
@@ -452,7 +456,7 @@ impl Encoder {
         let encoded = tools.code(coding, self.settings.plane_coder, chunk, out);
         let gigabytes = chunk.len() as f32 / 1e9;
         let taken = cpu_time::of_thread().saturating_sub(started).as_secs_f32() / gigabytes;
-        tools.rates.learn(coding.way(), forecast.cpu, taken);
+        tools.learn_cost(coding, forecast, taken);
         if effort != Effort::MOST {
             let has_gained = matches!(encoded.body, Body::Written { .. });
             tools.learn_gain(coding, has_gained);
@@ -566,18 +570,18 @@ impl Tools {
         let gigabytes = chunk.len() as f32 / 1e9;
         self.sample.take(chunk);
         for round in 0..=MEASURED_ROUNDS {
-            for way in [Way::Raw, Way::Huffman] {
+            for filter in [None, Some(filter)] {
                 // Not before the other one was learned, which moves the factors of all.
-                let (coding, forecast) = match way {
-                    Way::Raw => (Coding::Raw, self.raw_forecast()),
-                    _ => self.forecast_huffman(filter, Effort::FIRST),
+                let (coding, forecast) = match filter {
+                    None => (Coding::Raw, self.raw_forecast()),
+                    Some(filter) => self.forecast_huffman(filter, Effort::FIRST),
                 };
                 let started = cpu_time::of_thread();
                 self.code(coding, settings.plane_coder, chunk, out);
                 let taken = cpu_time::of_thread().saturating_sub(started);
                 if round > 0 {
                     let taken = taken.as_secs_f32() / gigabytes;
-                    self.rates.learn(coding.way(), forecast.cpu, taken);
+                    self.learn_cost(coding, forecast, taken);
                 }
             }
         }
@@ -585,7 +589,7 @@ impl Tools {
 
     fn raw_forecast(&self) -> Forecast {
         Forecast {
-            cpu: self.rates.factor(Way::Raw) * (RAW_COST + self.checksum_cost()),
+            cpu: self.factor(Way::Raw) * (RAW_COST + self.checksum_cost()),
             stored: 1.0,
         }
     }
@@ -633,6 +637,24 @@ impl Tools {
             left: Choice::SERVES,
         });
         (coding, forecast)
+    }
+
+    /// What this way took so far, in chunks like the one that the sample is of, against what it was expected to take.
+    fn factor(&self, way: Way) -> f32 {
+        self.rates.factor(way, self.zeros())
+    }
+
+    fn zeros(&self) -> Zeros {
+        match self.sample.zero_share() > ZEROS_FROM {
+            true => Zeros::Many,
+            false => Zeros::Few,
+        }
+    }
+
+    /// This coding of the chunk that the sample is of took so many CPU seconds per GB.
+    fn learn_cost(&mut self, coding: Coding, forecast: Forecast, taken: f32) {
+        let zeros = self.zeros();
+        self.rates.learn(coding.way(), zeros, forecast.cpu, taken);
     }
 
     /// The coding that was chosen last either made the chunk's frame, or gained so little that the frame is raw: then chunks like it are raw for a while without a try.
@@ -734,7 +756,13 @@ impl Tools {
     fn forecast_huffman(&mut self, filter: Filter, effort: Effort) -> (Coding, Forecast) {
         /// Bits per byte that codes and tables lose against the entropy.
         const LOSS_BITS: f32 = 0.04;
-        let factor = self.rates.factor(Way::Huffman);
+        let factor = self.factor(
+            Coding::Huffman {
+                filter,
+                dense_bits: 0.0,
+            }
+            .way(),
+        );
         // The plane that just pays for its coding.
         let coding_cost = factor * (HUFFMAN_PLANE_COST - DENSE_PLANE_COST);
         let paying = 8.0 * (1.0 - coding_cost / effort.seconds_per_gb().max(f32::MIN_POSITIVE));
@@ -796,7 +824,7 @@ impl Tools {
         let tried = tried.max(1) as f32;
         let per_gb = taken / (tried / 1e9);
         Some(Forecast {
-            cpu: self.rates.factor(coding.way()) * (RAW_COST + per_gb * filled),
+            cpu: self.factor(coding.way()) * (RAW_COST + per_gb * filled),
             stored: stored as f32 / tried * filled,
         })
     }
