@@ -5,7 +5,6 @@ gave. A process that fails, or a server that dies, ends the comparison with its 
 """
 
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -20,10 +19,6 @@ BUCKET = "ckpt"
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # How long a server or a target may take to be ready, in seconds: a target of 16 GiB is filled at 1 to 2 GB/s.
 READY_SECONDS_MAX = 120
-# More than any participant takes, mapped files left out.
-TOUCHED_LEN = 1 << 30
-# Linux 5.14; Python has no name for it.
-MADV_POPULATE_WRITE = 23
 
 
 class BenchError(Exception):
@@ -200,7 +195,6 @@ class Bench:
         """Runs a command to its end and says what it cost. `stdin` is a file that it reads."""
         log = self.dir / "client.log"
         server.taken_and_given()
-        bring_memory()
         with open(stdin or os.devnull, "rb") as source, open(log, "wb") as out:
             server_cpu = server.cpu_seconds()
             start = time.monotonic()
@@ -227,19 +221,12 @@ class Bench:
         )
 
 
-def bring_memory():
-    """Touches as much memory as any participant takes. A machine under this one takes back what lies free, and whoever touches it next waits for it: up to
-    half a second, and it must not matter who comes first in a round."""
-    with mmap.mmap(-1, TOUCHED_LEN) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(MADV_POPULATE_WRITE)
-
-
 def interleaved(count, participants):
-    """Runs each participant `count` times in turns, a different one first each round; gives their runs by name."""
+    """Runs each participant `count` times or a little more, in turns, each one first as often as the others: a machine under this one takes back the memory
+    that lies free, and whoever comes first in a round waits for it, up to half a second. Gives their runs by name."""
     runs = {name: [] for name in participants}
     names = list(participants)
-    for round_index in range(count):
+    for round_index in range(-(-count // len(names)) * len(names)):
         turn = round_index % len(names)
         for name in names[turn:] + names[:turn]:
             runs[name].append(participants[name]())
