@@ -64,6 +64,7 @@ class Sizes:
     run_count: int
     large: int
     medium: int
+    any: int
     stored: int
     reference: int
     growth_file: int
@@ -74,12 +75,12 @@ class Sizes:
     @staticmethod
     def full(run_count):
         links = ((50, 2 * GIB), (200, 2 * GIB), (800, 8 * GIB))
-        return Sizes(run_count, 8 * GIB, 2 * GIB, 512 * MIB, 512 * MIB, GIB, (4 * GIB, 16 * GIB), 64 * MIB, links)
+        return Sizes(run_count, 8 * GIB, 2 * GIB, 4 * GIB, 512 * MIB, 512 * MIB, GIB, (4 * GIB, 16 * GIB), 64 * MIB, links)
 
     @staticmethod
     def quick():
         links = ((50, 32 * MIB), (200, 64 * MIB), (800, 128 * MIB))
-        return Sizes(1, 128 * MIB, 64 * MIB, 32 * MIB, 32 * MIB, 32 * MIB, (64 * MIB, 256 * MIB), 64 * MIB, links)
+        return Sizes(1, 128 * MIB, 64 * MIB, 64 * MIB, 32 * MIB, 32 * MIB, 32 * MIB, (64 * MIB, 256 * MIB), 64 * MIB, links)
 
 
 class Comparison:
@@ -316,7 +317,7 @@ class Comparison:
         return Row("downloads", f"every peer, restore, incompressible, {shown_size(size)}", list(by.values()))
 
     def never_slower(self):
-        size = self.sizes.medium
+        size = self.sizes.any
         row = Row("never-slower", f"any input, {shown_size(size)} → null, against mode = none")
         with Server(self.bench, "--null") as server:
             for kind in KINDS:
