@@ -17,10 +17,11 @@
 //! - **A pack buffer** (the compressor that packs a lane's oldest frame). There are enough for one part per lane and one part more. A lane's open part holds at most one part's worth, so with
 //!   all lanes waiting in mid-part, at least the one part's worth is in parts that were sent, and the store gives it back. Hence a frame that finds no loan must not wait for one: its own
 //!   lane's open part may hold them all.
-//! - **The lane's packer** (compressors). Who has it waits for a pack buffer at most.
+//! - **The lane's packer** (nobody). One compressor packs at a time; the others leave their frames in its inbox and go on. A frame that lies there counts as one that came too early, and the
+//!   compressor that packs waits for a pack buffer at most.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -116,6 +117,49 @@ impl Packing {
     }
 }
 
+/// A lane's packer, and the frames that came while somebody packed.
+#[derive(Debug)]
+pub(super) struct SharedPacker {
+    inbox: Mutex<Vec<(u64, PackedFrame)>>,
+    packer: Mutex<Packer>,
+}
+
+impl SharedPacker {
+    /// Lets many threads have it.
+    pub(super) fn new(packer: Packer) -> Self {
+        Self {
+            inbox: Mutex::default(),
+            packer: Mutex::new(packer),
+        }
+    }
+
+    /// Takes a frame, and packs every frame whose turn it is, unless another thread is at it, which then does it. Returns how long it waited for pack buffers.
+    pub(super) fn push(&self, index: u64, frame: PackedFrame) -> Result<Duration, PipelineError> {
+        let inbox = || self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        inbox().push((index, frame));
+        let mut blocked = Duration::ZERO;
+        // Who packs looks into the inbox once more when it has let the packer go: a frame that came in between is not left there.
+        while !inbox().is_empty() {
+            let mut packer = match self.packer.try_lock() {
+                Ok(packer) => packer,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => break,
+            };
+            let frames = std::mem::take(&mut *inbox());
+            for (index, frame) in frames {
+                blocked += packer.push(index, frame)?;
+            }
+        }
+        Ok(blocked)
+    }
+
+    /// The object, once every frame was packed; `None` before.
+    pub(super) fn finish(self) -> Option<PackedObject> {
+        let packer = self.packer.into_inner();
+        packer.unwrap_or_else(PoisonError::into_inner).finish()
+    }
+}
+
 /// One object in the making.
 #[derive(Debug)]
 pub(super) struct Packer {
@@ -198,8 +242,8 @@ impl Packer {
         Ok(self.blocked)
     }
 
-    /// The object, once every frame was packed; `None` before.
-    pub(super) fn finish(self) -> Option<PackedObject> {
+    /// See [`SharedPacker::finish`].
+    fn finish(self) -> Option<PackedObject> {
         let whole = self.table.is_complete() && self.open.is_none();
         whole.then_some(PackedObject {
             len: self.object_len,
@@ -457,6 +501,38 @@ mod tests {
                     .into_iter()
                     .all(|(digest, frame)| *digest == Digest::of(frame))
             );
+        }
+    }
+
+    #[test]
+    fn no_frame_is_left_behind_when_many_threads_push_at_once() {
+        const THREADS: u64 = 4;
+        const FRAMES: u64 = 12;
+        for round in 0..200 {
+            let (out, mut parts) = unbounded_channel();
+            let (packing, frame_buffers) = packing(32, 2);
+            let table = FrameTable::new(100 * FRAMES, 100);
+            let shared = SharedPacker::new(Packer::new(0, table, packing, out));
+            std::thread::scope(|scope| {
+                for thread in 0..THREADS {
+                    let (shared, frame_buffers) = (&shared, &frame_buffers);
+                    scope.spawn(move || {
+                        for index in (thread..FRAMES).step_by(THREADS as usize) {
+                            let buffer = frame_buffers.acquire().unwrap().0;
+                            let frame = packed(&[index as u8; 9], buffer);
+                            shared.push(index, frame).unwrap();
+                        }
+                    });
+                }
+            });
+            let object = shared.finish().unwrap_or_else(|| panic!("round {round}"));
+            let mut bytes = Vec::new();
+            while let Ok(job) = parts.try_recv() {
+                bytes.extend(job.part.into_body().pieces.concat());
+            }
+            let content: Vec<u8> = (0..FRAMES).flat_map(|index| [index as u8; 9]).collect();
+            assert_eq!(bytes[..content.len()], content[..]);
+            assert_eq!(object.len, bytes.len() as u64);
         }
     }
 

@@ -1,7 +1,7 @@
 //! Save: extents → objects. Wires copy threads, compressors, packers and uploads, and joins them all.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -13,7 +13,9 @@ use super::copy::{CopyLane, RawChunk};
 use super::effort::Pacer;
 use super::gauge::{Gauge, slowest, watch_pools};
 use super::lend::Lender;
-use super::pack::{FrameBytes, FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob};
+use super::pack::{
+    FrameBytes, FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob, SharedPacker,
+};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Body, Crc64, Encoded, Encoder};
@@ -164,7 +166,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     });
 
     // The packers hold the senders: the uploader ends when they are gone.
-    let objects: Vec<_> = work.packers.into_iter().map(finish).collect();
+    let objects: Vec<_> = work.packers.into_iter().map(SharedPacker::finish).collect();
     let receipts = resources.runtime.block_on(uploads).unwrap_or_else(|error| {
         abort.fail(task_panicked("upload", error));
         Vec::new()
@@ -183,7 +185,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
 /// The lanes, taken apart for the stages. All in the order of the lanes.
 struct Work {
     copiers: Vec<Copier>,
-    packers: Vec<Mutex<Packer>>,
+    packers: Vec<SharedPacker>,
     targets: Vec<UploadTarget>,
     /// Bytes that parts hold without pack buffers, at least, when all loans are out.
     lent_bytes: usize,
@@ -210,7 +212,7 @@ impl Work {
             let packing = Packing::of(resources, &frames, &lane.ring);
             ring_loans += packing.ring.limit();
             let packer = Packer::new(index, table, packing, parts.clone());
-            work.packers.push(Mutex::new(packer));
+            work.packers.push(SharedPacker::new(packer));
             work.targets.push(UploadTarget {
                 key: lane.key,
                 upload: lane.upload,
@@ -257,11 +259,6 @@ impl Copier {
     }
 }
 
-fn finish(packer: Mutex<Packer>) -> Option<PackedObject> {
-    let packer = packer.into_inner();
-    packer.unwrap_or_else(PoisonError::into_inner).finish()
-}
-
 fn put_together(
     targets: Vec<UploadTarget>,
     objects: Vec<Option<PackedObject>>,
@@ -288,7 +285,7 @@ fn put_together(
 /// What the compressor threads share.
 struct Compressors<'a> {
     targets: &'a [UploadTarget],
-    packers: &'a [Mutex<Packer>],
+    packers: &'a [SharedPacker],
     frame_buffers: &'a BufferPool,
     gauge: &'a Gauge,
     pacer: &'a Pacer,
@@ -340,20 +337,14 @@ impl Compressors<'_> {
         }
     }
 
-    /// Packing counts as work; waiting for the lane's packer, or in it for a pack buffer, does not. Says how long that was.
+    /// Packing counts as work; waiting for a pack buffer does not. Says how long that was.
     fn pack(&self, lane: usize, index: u64, frame: PackedFrame) -> Result<Duration, PipelineError> {
-        let came_at = Instant::now();
-        let mut packer = self.packers[lane]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let packing_at = Instant::now();
-        let blocked = packer.push(index, frame)?;
-        drop(packer);
-        let waited = blocked + (packing_at - came_at);
-        self.gauge.blocked(waited);
-        let packing = packing_at.elapsed().saturating_sub(blocked);
+        let started = Instant::now();
+        let blocked = self.packers[lane].push(index, frame)?;
+        self.gauge.blocked(blocked);
+        let packing = started.elapsed().saturating_sub(blocked);
         self.gauge.busy(0, packing);
-        Ok(waited)
+        Ok(blocked)
     }
 
     /// Bytes that the store has acknowledged.
