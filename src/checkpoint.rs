@@ -11,14 +11,16 @@
 //! | begin, refused | nothing | looked up: locked → unlocked | 10, else 12 |
 //! | stream, land | parts and objects that no log entry names | suspended, memory mapped by us | 12 |
 //! | commit, answer lost | unknown until somebody reads the log | suspended, memory mapped by us | 13 |
+//! | sealed in the spill | none yet; `resume` makes it | checkpointed, or looked up | 11 |
 //! | committed | this one | checkpointed, or looked up | 0, else 14 |
 //!
 //! Everything that can fail or take time comes before the lock; nothing is allocated or looked up for the first time after BEGIN. Complete is called only
-//! for an image that is committed: it is the moment at which the GPU's bytes are lost. Failing clean-up is attached to the cause, never put in its place.
+//! for an image that is committed, or a save that is sealed: it is the moment at which the GPU's bytes are lost. Failing clean-up is attached to the cause, never put in its place.
 
 mod attempt;
 mod commit;
 mod memory;
+mod spill;
 
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -32,20 +34,22 @@ use crate::driver::{
     ProcessState, RunningProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState};
+use crate::failpoint;
 use crate::image::{self, Image, ImageRef, LoadError};
 use crate::outcome::{Outcome, StageOutcome};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, PipelineError, Saved, SavedLane};
 use crate::restore;
 use crate::session::{Interrupted, Session};
-use crate::store::Key;
+use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 use attempt::Attempt;
 use commit::commit;
 use memory::{Memory, plan};
+use spill::Spill;
 
 /// How long a target may take to die before its state counts as unknown.
-const DYING_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const DYING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What becomes of the target after the commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,24 +67,42 @@ pub enum Then {
 pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
     let (driver, target, running) = take_in_hand(session, pid)?;
-    let plan = plan(session, &driver)?;
-    // The store is asked while contexts and buffers are made: neither needs the other, and each may take a second.
-    let (attempt, memory) = std::thread::scope(|scope| {
-        let opening = scope.spawn(|| Attempt::open(session, &driver, &target));
-        let allocate = AssertUnwindSafe(|| Memory::allocate(session, &driver, plan));
-        let memory = catch_unwind(allocate);
-        (
-            opening.join().unwrap_or_else(|panic| resume_unwind(panic)),
-            memory,
-        )
-    });
-    let attempt = attempt?;
+    let opened = catch_unwind(AssertUnwindSafe(|| {
+        failpoint::pass("prepare:target known");
+        let plan = plan(session, &driver)?;
+        // A save that may be spilled reads the GPUs' memory once more for that.
+        let runs = 1 + usize::from(session.config.spill.is_some());
+        // The store is asked while contexts and buffers are made: neither needs the other, and each may take a second.
+        std::thread::scope(|scope| {
+            let opening = scope.spawn(|| Attempt::open(session, &driver, &target));
+            let allocate = AssertUnwindSafe(|| Memory::allocate(session, &driver, plan, runs));
+            let memory = catch_unwind(allocate);
+            let attempt = opening.join().unwrap_or_else(|panic| resume_unwind(panic));
+            Ok::<_, Failure>((attempt?, memory))
+        })
+    }));
+    let (attempt, memory) = opened.unwrap_or_else(|panic| {
+        Err(panicked(
+            session,
+            &driver,
+            &target,
+            clock.phase(),
+            panic.as_ref(),
+        ))
+    })?;
+    let mut spill = None;
     let saved = catch_unwind(AssertUnwindSafe(|| {
         let memory = memory
             .unwrap_or_else(|panic| resume_unwind(panic))
             .map_err(|cause| without_memory(session, &driver, &target, cause))?;
+        failpoint::pass("prepare:memory ready");
+        spill = Spill::prepare(session, &driver, &target, &attempt);
+        let places = Places {
+            attempt: &attempt,
+            spill: spill.as_ref(),
+        };
         save(
-            session, &mut clock, &driver, &target, &attempt, running, memory,
+            session, &mut clock, &driver, &target, places, running, memory,
         )
     }));
     let saved = saved.unwrap_or_else(|panic| {
@@ -92,6 +114,11 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
             panic.as_ref(),
         ))
     });
+    if let Some(spill) = &spill {
+        spill.give_back(session);
+        // Unfinished uploads are still to be aborted.
+        session.try_until_the_deadline();
+    }
     let (committed, suspended) = match saved {
         Ok(saved) => saved,
         Err(mut failure) => {
@@ -128,53 +155,69 @@ struct Committed {
     memory_planned: u64,
 }
 
+/// Where a save goes.
+#[derive(Clone, Copy)]
+struct Places<'a> {
+    attempt: &'a Attempt,
+    /// When the store does not take it.
+    spill: Option<&'a Spill>,
+}
+
 /// Everything from the last preparations to CHECKPOINTED.
 fn save(
     session: &Session,
     clock: &mut PhaseClock,
     driver: &Arc<Driver>,
     target: &Target,
-    attempt: &Attempt,
+    places: Places<'_>,
     running: RunningProcess,
-    memory: Memory,
+    mut memory: Memory,
 ) -> Result<(Committed, CheckpointedProcess), Failure> {
     let memory_planned = memory.planned();
 
     let locked_at = clock.enter(Phase::Lock);
     let locked = lock(session, driver, target, running)?;
+    if let Some(spill) = places.spill {
+        spill.top_up(session, driver);
+    }
+    failpoint::pass("lock:locked");
 
     clock.enter(Phase::Begin);
     let begun = begin(session, driver, target, locked)?;
+    failpoint::pass("begin:begun");
 
-    clock.enter(Phase::Stream);
-    let lost =
-        |phase: Phase, cause: Box<dyn Error + Send + Sync>| lost(driver, target, phase, cause);
-    let (lanes, resources) = memory.into_pipeline(session, &begun, attempt);
-    let Saved {
-        lanes,
+    let kept = keep(session, clock, driver, target, places, &begun, &mut memory);
+    if kept.is_ok() {
+        session.try_until_the_deadline();
+    }
+    let Kept {
+        image,
+        landed,
         stages,
         slowest_stage,
-    } = pipeline::save(lanes, resources).map_err(|error| lost(Phase::Stream, error.into()))?;
-
-    clock.enter(Phase::Land);
-    let etags = land(session, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
-    let landed = lanes.iter().map(|lane| lane.key.clone()).collect();
-
-    clock.enter(Phase::Commit);
-    expect_still(driver, target, ProcessState::Checkpointing)
-        .map_err(|error| lost(Phase::Commit, error.into()))?;
-    let image =
-        commit(session, driver, target, attempt, lanes, etags).map_err(|error| Failure {
-            code: error.code(),
-            ..lost(Phase::Commit, error.into())
-        })?;
+    } = match (kept, places.spill) {
+        (Ok(kept), _) => kept,
+        // What another writer has is not ours to keep, and what the driver did not give once it does not give again.
+        (Err(failure), Some(spill))
+            if failure.code != ExitCode::Fenced && !is_the_drivers(failure.cause.as_ref()) =>
+        {
+            clock.enter(Phase::Spill);
+            let sealed = spill.seal(session, driver, target, places.attempt, &begun, &mut memory);
+            return Err(match sealed {
+                Ok(()) => sealed_after(session, driver, target, spill, begun, failure),
+                Err(error) => not_sealed(failure, error.as_ref()),
+            });
+        }
+        (Err(failure), _) => return Err(failure),
+    };
 
     clock.enter(Phase::Complete);
     let suspended = begun.complete().map_err(|error| Failure {
         code: ExitCode::CommittedTargetAstray,
         generation: Some(image.generation),
-        ..lost(Phase::Complete, error.into())
+        ..lost(driver, target, Phase::Complete, error.into())
     })?;
+    failpoint::pass("complete:completed");
     let committed = Committed {
         image,
         landed,
@@ -185,6 +228,104 @@ fn save(
         memory_planned,
     };
     Ok((committed, suspended))
+}
+
+/// A committed image, and what made it.
+struct Kept {
+    image: Image,
+    landed: Vec<Key>,
+    stages: Vec<StageOutcome>,
+    slowest_stage: Option<String>,
+}
+
+/// Stream, land, commit.
+fn keep(
+    session: &Session,
+    clock: &mut PhaseClock,
+    driver: &Arc<Driver>,
+    target: &Target,
+    places: Places<'_>,
+    begun: &CheckpointingProcess,
+    memory: &mut Memory,
+) -> Result<Kept, Failure> {
+    let lost =
+        |phase: Phase, cause: Box<dyn Error + Send + Sync>| lost(driver, target, phase, cause);
+    let attempt = places.attempt;
+    let store = Arc::clone(&session.store_after_begin);
+
+    clock.enter(Phase::Stream);
+    let dealt = memory.deal_out(session, begun, Arc::clone(&store) as _, &attempt.uploads);
+    let Some((lanes, encoders, resources)) = dealt else {
+        unreachable!("provisions were made for one run at least");
+    };
+    let Saved {
+        lanes,
+        stages,
+        slowest_stage,
+    } = pipeline::save(lanes, encoders, resources)
+        .map_err(|error| lost(Phase::Stream, error.into()))?;
+    failpoint::pass("stream:all acknowledged");
+
+    clock.enter(Phase::Land);
+    let etags = land(session, &*store, &lanes).map_err(|error| lost(Phase::Land, error.into()))?;
+    let landed = lanes.iter().map(|lane| lane.key.clone()).collect();
+    failpoint::pass("land:all landed");
+
+    clock.enter(Phase::Commit);
+    expect_still(driver, target, ProcessState::Checkpointing)
+        .map_err(|error| lost(Phase::Commit, error.into()))?;
+    failpoint::pass("commit:target stood still");
+    let image =
+        commit(session, driver, target, attempt, lanes, etags).map_err(|error| Failure {
+            code: error.code(),
+            ..lost(Phase::Commit, error.into())
+        })?;
+    Ok(Kept {
+        image,
+        landed,
+        stages,
+        slowest_stage,
+    })
+}
+
+/// The store failed, and the spill has the save: the GPUs are given up. What went wrong first stays the cause.
+fn sealed_after(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    spill: &Spill,
+    begun: CheckpointingProcess,
+    mut failure: Failure,
+) -> Failure {
+    let completed = begun.complete();
+    failpoint::pass("spill:completed");
+    failure.code = ExitCode::Spilled;
+    if let Some(config) = &session.config.spill {
+        failure.notes.push(spill.note(&config.path));
+    }
+    if let Err(error) = completed {
+        let why = crate::error::chain(&error).join(": ");
+        failure
+            .attached
+            .push(format!("the target is not as asked: {why}"));
+    }
+    failure.targets = vec![look(driver, target)];
+    failure
+}
+
+/// Whether the copies failed.
+fn is_the_drivers(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
+    let error = cause.downcast_ref::<PipelineError>();
+    matches!(error, Some(PipelineError::Driver(_)))
+}
+
+/// Neither the store nor the spill has the save.
+fn not_sealed(mut failure: Failure, error: &(dyn Error + Send + Sync + 'static)) -> Failure {
+    let why = crate::error::chain(error).join(": ");
+    failure
+        .attached
+        .push(format!("the spill failed too: {why}"));
+    failure
 }
 
 /// The driver, the target's identity, and the target itself, running.
@@ -366,6 +507,16 @@ fn panicked(
     });
     match phase {
         Phase::Prepare | Phase::Lock => not_begun(session, driver, target, phase, cause),
+        Phase::Commit => Failure {
+            code: ExitCode::CommitUnknown,
+            ..lost(driver, target, phase, cause)
+        },
+        Phase::Spill => Failure {
+            notes: vec![
+                "whether the save is sealed is not known; `ckptstream resume` finds out".to_owned(),
+            ],
+            ..lost(driver, target, phase, cause)
+        },
         Phase::Complete => Failure {
             code: ExitCode::CommittedTargetAstray,
             ..lost(driver, target, phase, cause)
@@ -440,13 +591,17 @@ enum VoidError {
 }
 
 /// Completes every upload, and looks at every object. Returns the store's tags for them.
-fn land(session: &Session, lanes: &[SavedLane]) -> Result<Vec<Option<String>>, LoadError> {
-    let store = &*session.store_after_begin;
+fn land(
+    session: &Session,
+    store: &dyn Store,
+    lanes: &[SavedLane],
+) -> Result<Vec<Option<String>>, LoadError> {
     let landing = lanes.iter().map(|lane| async move {
         let crc64 = lane.crc64.value();
         let completed =
             store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, crc64);
         completed.await.map_err(LoadError::Store)?;
+        failpoint::pass("land:upload completed");
         image::prove_landed(store, &lane.key, lane.len, lane.crc64).await
     });
     session.wait(futures::future::try_join_all(landing))

@@ -19,7 +19,7 @@ use crate::driver::GpuUuid;
 pub use environment::Environment;
 pub use raw::{
     CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawPipeline,
-    RawRestore, RawStore,
+    RawRestore, RawSpill, RawStore,
 };
 
 use value::{GIB, MIB, Setting, TIB};
@@ -39,6 +39,8 @@ pub struct Config {
     pub driver: DriverConfig,
     /// How images are read back.
     pub restore: RestoreConfig,
+    /// Where a save goes that the store does not take in time; `None` is nowhere.
+    pub spill: Option<SpillConfig>,
     /// Time from now until the node is gone, when known (`--deadline`).
     pub deadline: Option<Duration>,
 }
@@ -47,13 +49,25 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobName(String);
 
+/// Where a store is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StorePlace {
+    /// `s3://bucket/prefix`
+    Bucket {
+        /// Bucket name.
+        bucket: String,
+        /// Prefix inside the bucket, without leading or trailing `/`; may be empty.
+        prefix: String,
+    },
+    /// `file:///directory`
+    Directory(PathBuf),
+}
+
 /// `[store]`
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreConfig {
-    /// Bucket name.
-    pub bucket: String,
-    /// Prefix inside the bucket, without leading or trailing `/`; may be empty.
-    pub prefix: String,
+    /// Where it is. All that follows but sizes, counts and `retry_timeout` is for buckets.
+    pub place: StorePlace,
     /// Endpoint URL of an S3-compatible store; `None` is AWS.
     pub endpoint: Option<String>,
     /// Region; `None` asks the SDK's chain.
@@ -130,6 +144,24 @@ pub enum Verify {
     All,
     /// Every chunk is verified as it arrives.
     Stream,
+}
+
+/// `[spill]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SpillConfig {
+    /// Directory on this node.
+    pub path: PathBuf,
+    /// What the directory outlives.
+    pub survives: Survives,
+}
+
+/// What a spill outlives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Survives {
+    /// This process, but not the node.
+    Process,
+    /// The node: a network file system, a disk that is attached elsewhere.
+    Node,
 }
 
 /// Flags that override the file, as typed.
@@ -339,6 +371,7 @@ impl Config {
             compression: CompressionConfig::resolve(&raw.compression)?,
             driver: DriverConfig::resolve(overrides, &raw.driver)?,
             restore: RestoreConfig::resolve(&raw.restore)?,
+            spill: SpillConfig::resolve(&raw.spill)?,
             deadline,
         })
     }
@@ -381,13 +414,12 @@ impl StoreConfig {
             "store.url",
             store.url.as_deref(),
         );
-        let (bucket, prefix) = url
-            .ok_or(ConfigError::Missing {
-                what: "no store is named",
-                key: "store.url",
-                flag: "--store",
-            })?
-            .s3_url()?;
+        let url = url.ok_or(ConfigError::Missing {
+            what: "no store is named",
+            key: "store.url",
+            flag: "--store",
+        })?;
+        let place = url.store_place()?;
         let endpoint_setting = Setting::text(
             "--endpoint",
             overrides.endpoint.as_deref(),
@@ -406,16 +438,22 @@ impl StoreConfig {
         )
         .map(|region| region.region())
         .transpose()?;
+        if let (StorePlace::Directory(_), Some(endpoint)) = (&place, &endpoint_setting) {
+            return Err(ConfigError::Conflict {
+                first: url.to_string(),
+                second: endpoint.to_string(),
+                why: "a directory has no endpoint",
+            });
+        }
         let path_style = path_style(
             store.path_style.as_ref(),
-            &bucket,
+            &place,
             endpoint.as_ref(),
             endpoint_setting.as_ref(),
         )?;
         let times = StoreTimes::resolve(store)?;
         Ok(Self {
-            bucket,
-            prefix,
+            place,
             endpoint: endpoint.map(|url| url.as_str().trim_end_matches('/').to_owned()),
             region,
             path_style,
@@ -509,7 +547,7 @@ impl StoreTimes {
 /// An address has no room for a bucket in its host name, and a bucket with dots does not match a certificate's wildcard.
 fn path_style(
     written: Option<&PathStyle>,
-    bucket: &str,
+    place: &StorePlace,
     endpoint: Option<&url::Url>,
     endpoint_setting: Option<&Setting>,
 ) -> Result<bool, ConfigError> {
@@ -526,7 +564,11 @@ fn path_style(
             value: word.clone(),
             expected: "true, false or \"auto\"".to_owned(),
         }),
-        Some(PathStyle::Word(_)) | None => Ok(is_address || bucket.contains('.')),
+        Some(PathStyle::Word(_)) | None => {
+            let has_dots =
+                matches!(place, StorePlace::Bucket { bucket, .. } if bucket.contains('.'));
+            Ok(is_address || has_dots)
+        }
     }
 }
 
@@ -608,6 +650,20 @@ impl DriverConfig {
             lock_timeout,
             gpu_map: gpu_map(overrides, raw)?,
         })
+    }
+}
+
+impl SpillConfig {
+    fn resolve(raw: &RawSpill) -> Result<Option<Self>, ConfigError> {
+        let survives = Setting::file("spill.survives", raw.survives.as_deref());
+        let places = [("process", Survives::Process), ("node", Survives::Node)];
+        let survives = survives
+            .map(|word| word.word(&places))
+            .transpose()?
+            .unwrap_or(Survives::Process);
+        let path = Setting::file("spill.path", raw.path.as_deref());
+        let path = path.map(|path| path.directory(&path.value)).transpose()?;
+        Ok(path.map(|path| Self { path, survives }))
     }
 }
 

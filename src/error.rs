@@ -27,6 +27,8 @@ pub enum ExitCode {
     NothingToSave = 7,
     /// Failed before BEGIN, or the job was given back: the target runs (looked up).
     RolledBack = 10,
+    /// Failed after BEGIN, and sealed in the spill: `resume` finishes it.
+    Spilled = 11,
     /// Failed after BEGIN, nothing preserved; the target's state is said exactly.
     Lost = 12,
     /// The commit's outcome is unknown: the store cannot be reached.
@@ -51,6 +53,7 @@ impl ExitCode {
         ExitCode::NothingToRestore,
         ExitCode::NothingToSave,
         ExitCode::RolledBack,
+        ExitCode::Spilled,
         ExitCode::Lost,
         ExitCode::CommitUnknown,
         ExitCode::CommittedTargetAstray,
@@ -74,6 +77,7 @@ impl ExitCode {
             | ExitCode::Fenced => "none",
             ExitCode::Config | ExitCode::Preflight => "fix-config",
             ExitCode::RolledBack => "retry",
+            ExitCode::Spilled => "resume",
             ExitCode::Lost | ExitCode::CommitUnknown | ExitCode::RestoreRefused => "human",
             ExitCode::CommittedTargetAstray => "end-process",
             ExitCode::RestoreFailed => "restore",
@@ -95,6 +99,7 @@ impl ExitCode {
             ExitCode::NothingToRestore => "nothing to restore",
             ExitCode::NothingToSave => "nothing to save",
             ExitCode::RolledBack => "nothing was saved, the target runs on",
+            ExitCode::Spilled => "not in the store yet, sealed in the spill",
             ExitCode::Lost => "failed after BEGIN, nothing preserved",
             ExitCode::CommitUnknown => "commit unknown",
             ExitCode::CommittedTargetAstray => "committed, but the target is not as asked",
@@ -113,6 +118,9 @@ impl ExitCode {
             ExitCode::NotOurs | ExitCode::Fenced => "do not requeue the job from here",
             ExitCode::NothingToRestore => "start the job afresh",
             ExitCode::RolledBack => "try again later",
+            ExitCode::Spilled => {
+                "run `ckptstream resume` with the same configuration where the spill can be read"
+            }
             ExitCode::Lost => {
                 "take a target that is checkpointing as lost, because what the driver does with it once ckptstream is gone is not documented; a person must decide"
             }
@@ -145,6 +153,8 @@ pub enum Phase {
     Land,
     /// Frame tables, manifest and the log entry.
     Commit,
+    /// Everything is written once more, to the spill, because the store did not take it.
+    Spill,
     /// `cuCheckpointOperationComplete` and the look at the state after it.
     Complete,
     /// An image is read and checked; the driver is not touched yet.
@@ -165,6 +175,7 @@ impl fmt::Display for Phase {
             Phase::Stream => "stream",
             Phase::Land => "land",
             Phase::Commit => "commit",
+            Phase::Spill => "spill",
             Phase::Complete => "complete",
             Phase::Read => "read",
             Phase::Restore => "restore",
@@ -197,6 +208,8 @@ pub struct Failure {
     pub targets: Vec<TargetState>,
     /// Clean-up that failed too. Never in place of the cause.
     pub attached: Vec<String>,
+    /// What is to be known besides.
+    pub notes: Vec<String>,
 }
 
 impl Failure {
@@ -213,6 +226,7 @@ impl Failure {
             generation: None,
             targets: Vec::new(),
             attached: Vec::new(),
+            notes: Vec::new(),
         }
     }
 

@@ -201,7 +201,7 @@ impl Entry {
 
 impl ImageEntry {
     /// What makes the entry useless, if anything does.
-    fn flaw(&self) -> Option<String> {
+    pub(crate) fn flaw(&self) -> Option<String> {
         if !is_nonce(&self.attempt) {
             return Some(format!(
                 "attempt {:?} is not 32 lower-case hex digits",
@@ -430,6 +430,20 @@ pub async fn append_image(
     from_slot: u64,
     image: &ImageEntry,
 ) -> Result<u64, CommitError> {
+    append_image_unless(store, job, from_slot, image, &|there| fences(there, image)).await
+}
+
+/// As [`append_image`], and an entry that is `in_the_way` fences, whatever it is.
+///
+/// # Errors
+/// As [`append_image`].
+pub async fn append_image_unless(
+    store: &dyn Store,
+    job: &JobName,
+    from_slot: u64,
+    image: &ImageEntry,
+    in_the_way: &(dyn Fn(&Entry) -> bool + Sync),
+) -> Result<u64, CommitError> {
     let body = encode_image(image).map_err(|why| unfit(job, &why))?;
     let mut generation = from_slot;
     loop {
@@ -457,7 +471,7 @@ pub async fn append_image(
         let there = read_taken_slot(store, job, generation, &key).await?;
         match &there {
             Entry::Image(theirs) if theirs.attempt == image.attempt => return Ok(generation),
-            there if fences(there, image) => {
+            there if in_the_way(there) => {
                 return Err(CommitError::Fenced {
                     job: job.to_string(),
                     generation,

@@ -284,6 +284,11 @@ pub fn manifest_key(attempt: &str) -> String {
     format!("data/{attempt}/manifest.json")
 }
 
+/// Key, relative to the job, of the manifest of an attempt that was spilled: the store may have the other one already, which names other objects.
+pub fn spilled_manifest_key(attempt: &str) -> String {
+    format!("data/{attempt}/manifest.spilled.json")
+}
+
 /// Key, relative to the job, of an attempt's claim.
 pub fn claim_key(attempt: &str) -> String {
     format!("data/{attempt}/attempt.json")
@@ -377,7 +382,11 @@ impl Manifest {
     /// Each process and extent by itself, then what only all of them together can break.
     fn verify_processes(&self, attempt: &str) -> Result<(), ManifestError> {
         let mut pids = HashSet::new();
-        let mut keys = HashSet::from([manifest_key(attempt), claim_key(attempt)]);
+        let mut keys = HashSet::from([
+            manifest_key(attempt),
+            spilled_manifest_key(attempt),
+            claim_key(attempt),
+        ]);
         let mut raw_len = 0u64;
         let mut stored_len = 0u64;
         for (index, process) in self.processes.iter().enumerate() {

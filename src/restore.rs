@@ -21,13 +21,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::checkpoint::look;
+use crate::checkpoint::{DYING_TIMEOUT, look};
 use crate::config::Verify;
 use crate::driver::{
     CheckpointedProcess, CopyQueue, Driver, DriverError, Extent, GpuUuid, PoolSlice,
-    RestoringProcess, STREAMS_IN,
+    RestoringProcess, RunningProcess, STREAMS_IN,
 };
 use crate::error::{ExitCode, Failure, Phase};
+use crate::failpoint;
 use crate::image::{Image, ImageRef, image_id};
 use crate::job_log::{Entry, JobLog};
 use crate::manifest::{CaptureMode, ImageKind, Manifest};
@@ -53,6 +54,31 @@ pub fn restore(
     into_fresh: bool,
 ) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
+    let work = AssertUnwindSafe(|| put_back(session, &mut clock, pid, image, into_fresh));
+    let done = catch_unwind(work).unwrap_or_else(|panic| {
+        // What is done to the driver catches its own panics: here nothing was.
+        Err(Failure::new(
+            ExitCode::RestoreRefused,
+            clock.phase(),
+            PipelineError::Panic {
+                stage: "story",
+                message: pipeline::panic_message(panic.as_ref()),
+            },
+        ))
+    });
+    Ok(Outcome {
+        seconds: clock.finish(),
+        ..done?
+    })
+}
+
+fn put_back(
+    session: &Session,
+    clock: &mut PhaseClock,
+    pid: u32,
+    image: ImageRef,
+    into_fresh: bool,
+) -> Result<Outcome, Failure> {
     let target = Target::look(pid).map_err(|error| {
         let code = match error {
             TargetError::Thread { .. } | TargetError::Ourselves { .. } => ExitCode::Config,
@@ -60,6 +86,7 @@ pub fn restore(
         };
         Failure::new(code, Phase::Read, error)
     })?;
+    failpoint::pass("restore:target known");
     // The image is read while the driver comes up: neither needs the other, and each may take seconds.
     let (read, held) = std::thread::scope(|scope| {
         let holding = scope.spawn(|| Held::take(&target));
@@ -70,8 +97,10 @@ pub fn restore(
         )
     });
     let (image, skipped) = read?;
+    failpoint::pass("restore:image read");
     let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh, held)
         .map_err(|cause| refused(Phase::Read, cause))?;
+    failpoint::pass("restore:checked");
     let verify = session
         .config
         .restore
@@ -80,22 +109,16 @@ pub fn restore(
     if verify == Verify::All {
         load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error.into()))?;
     }
+    failpoint::pass("restore:verified");
     let suspended_since = clock.enter(Phase::Restore);
-    let loaded = bring_back(
-        session, &mut clock, &driver, &target, suspended, &image, &pairs,
-    )?;
+    let loaded = bring_back(session, clock, &driver, &target, suspended, &image, &pairs)?;
     Ok(Outcome {
         skipped,
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
         memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
-        ..outcome_of(
-            session,
-            &image,
-            vec![look(&driver, &target)],
-            clock.finish(),
-        )
+        ..outcome_of(session, &image, vec![look(&driver, &target)], Vec::new())
     })
 }
 
@@ -118,6 +141,7 @@ pub(crate) fn bring_back(
     let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
     let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
+    failpoint::pass("restore:prepared");
     let run = AssertUnwindSafe(|| transfer.run(driver, suspended, pairs, &point));
     let done = catch_unwind(run).unwrap_or_else(|panic| {
         let message = pipeline::panic_message(panic.as_ref());
@@ -134,12 +158,29 @@ pub(crate) fn bring_back(
         Err(cause) if point.is_passed() => return Err(failed(Phase::Restore, cause)),
         Err(cause) => return Err(refused(cause)),
     };
-    clock.enter(Phase::Complete);
-    let completed = restoring.complete();
-    let locked = completed.map_err(|error| failed(Phase::Complete, error.into()))?;
-    clock.enter(Phase::Unlock);
-    let unlocked = locked.unlock();
-    unlocked.map_err(|error| failed(Phase::Unlock, error.into()))?;
+    let ended = catch_unwind(AssertUnwindSafe(|| {
+        failpoint::pass("restore:all copied");
+        clock.enter(Phase::Complete);
+        let locked = restoring.complete()?;
+        failpoint::pass("restore:completed");
+        clock.enter(Phase::Unlock);
+        locked.let_go()?;
+        failpoint::pass("restore:unlocked");
+        match RunningProcess::attach(driver, target.pid) {
+            // It ran to its end before it was looked at.
+            Err(_) if target.ends_within(DYING_TIMEOUT) => Ok(()),
+            looked => looked.map(|_running| ()),
+        }
+    }));
+    let ended: Result<(), Box<dyn Error + Send + Sync>> = match ended {
+        Ok(ended) => ended.map_err(|error: DriverError| error.into()),
+        Err(panic) => {
+            let message = pipeline::panic_message(panic.as_ref());
+            let stage = "story";
+            Err(PipelineError::Panic { stage, message }.into())
+        }
+    };
+    ended.map_err(|cause| failed(clock.phase(), cause))?;
     Ok(loaded)
 }
 
@@ -203,6 +244,7 @@ impl<'a> Transfer<'a> {
                 return Err(PipelineError::Cancelled);
             }
             let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
+            failpoint::pass("restore:begun");
             let extents = match_extents(process.extents(), &gpus, &lanes)?;
             restoring = Some(process);
             Ok(extents)

@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config::Config;
 use crate::error::{ExitCode, Failure, Phase};
 use crate::progress::Meter;
+use crate::store::retry::Retrying;
 use crate::store::{self, Store, StoreError};
 
 /// One command's surroundings.
@@ -28,7 +29,7 @@ pub struct Session {
     /// The store, patient; its calls end when `cancel` does. For everything before BEGIN, and for commands that only read.
     pub store: Arc<dyn Store>,
     /// The same store, whose calls no signal ends. For everything after BEGIN.
-    pub store_after_begin: Arc<dyn Store>,
+    pub store_after_begin: Arc<Retrying<dyn Store>>,
     /// When the node goes away, if that is known.
     pub deadline: Option<Instant>,
 }
@@ -67,6 +68,18 @@ impl Session {
             store_after_begin,
             deadline,
         })
+    }
+
+    /// After BEGIN the store may be tried until then, and not until the deadline: what comes after it needs the rest.
+    pub fn end_tries_at(&self, latest: Instant) {
+        self.store_after_begin.set_deadline(latest);
+    }
+
+    /// Takes back [`Session::end_tries_at`].
+    pub fn try_until_the_deadline(&self) {
+        if let Some(deadline) = self.deadline {
+            self.store_after_begin.set_deadline(deadline);
+        }
     }
 
     /// Waits on the calling (non-runtime) thread.

@@ -191,7 +191,7 @@ impl Flow<'_> {
     ) -> Result<(Run, Vec<StoredLane>), BenchError> {
         let (plan, driver) = (self.plan, self.gpus.driver());
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-        let ((lanes, resources), prepared) = timed(|| {
+        let ((lanes, mut encoders, resources), prepared) = timed(|| {
             let mut lanes = Vec::new();
             for ((extent, key), memory_len) in
                 extents.into_iter().zip(keys).zip(self.gpus.memory_lens())
@@ -217,11 +217,11 @@ impl Flow<'_> {
                 });
             }
             let settings = self.config.compression.settings;
-            let encoders = Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?;
+            let encoders: Vec<Encoder> =
+                Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?;
             let resources = SaveResources {
                 store: Arc::clone(store),
                 runtime: self.runtime.clone(),
-                encoders,
                 chunk_len: plan.chunk_len,
                 frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,
                 part_len: len(plan.part_len),
@@ -229,10 +229,10 @@ impl Flow<'_> {
                 parallelism: self.config.store.parallelism as usize,
                 meter: Arc::clone(self.meter),
             };
-            Ok::<_, BenchError>((lanes, resources))
+            Ok::<_, BenchError>((lanes, encoders, resources))
         })?;
         let (saved, took) = timed(|| {
-            let saved = save(lanes, resources)?;
+            let saved = save(lanes, &mut encoders, resources)?;
             let completed = saved.lanes.iter().map(|lane| {
                 let crc64 = lane.crc64.value();
                 store.complete_upload(&lane.key, &lane.upload, &lane.parts, lane.len, crc64)

@@ -8,12 +8,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use futures::future::{join, join_all};
 
 use super::not_begun;
+use crate::config::JobName;
 use crate::driver::{Device, Driver};
 use crate::error::{ExitCode, Failure, Phase};
+use crate::failpoint;
 use crate::job_log::{JobLog, LogError};
 use crate::manifest::{AttemptClaim, FORMAT, claim_key};
 use crate::session::{Session, code_before_begin};
-use crate::store::{BadKey, Key, PutOutcome, StoreError, UploadId};
+use crate::store::{BadKey, Key, PutOutcome, Store, StoreError, UploadId};
 use crate::target::Target;
 
 /// Clean-up of unfinished uploads must not hold back the verdict for longer.
@@ -85,6 +87,7 @@ impl Attempt {
             return Err(OpenError::Claimed { key });
         }
         self.next_slot = log.map_err(OpenError::Log)?.next_slot();
+        failpoint::pass("prepare:claimed");
 
         // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
         let second = AttemptClaim {
@@ -95,13 +98,7 @@ impl Attempt {
         let nonce = self.nonce.as_str();
         let opened = join_all(driver.devices().iter().enumerate().map(
             |(device, gpu)| async move {
-                let relative = format!(
-                    "data/{nonce}/{}/gpu-{}.{}.zst",
-                    target.pid,
-                    bare_uuid(gpu),
-                    random_hex::<4>()
-                );
-                let key = Key::of_job(job, &relative).map_err(OpenError::Key)?;
+                let key = object_key(job, nonce, target, gpu).map_err(OpenError::Key)?;
                 let upload = session.store.begin_upload(&key).await?;
                 Ok::<_, OpenError>(OpenUpload {
                     device,
@@ -124,6 +121,7 @@ impl Attempt {
                 Err(error) => failed = failed.or(Some(error)),
             }
         }
+        failpoint::pass("prepare:uploads open");
         failed.map_or(Ok(()), Err)
     }
 
@@ -183,6 +181,22 @@ impl OpenError {
             Self::Claimed { .. } => ExitCode::NotOurs,
         }
     }
+}
+
+/// A fresh key for the object of what a GPU holds.
+pub(super) fn object_key(
+    job: &JobName,
+    nonce: &str,
+    target: &Target,
+    gpu: &Device,
+) -> Result<Key, BadKey> {
+    let relative = format!(
+        "data/{nonce}/{}/gpu-{}.{}.zst",
+        target.pid,
+        bare_uuid(gpu),
+        random_hex::<4>()
+    );
+    Key::of_job(job, &relative)
 }
 
 fn bare_uuid(device: &Device) -> String {

@@ -3,10 +3,11 @@
 //! In: lanes that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`CommitError::Fenced`]); an answer that never
 //! comes ([`CommitError::Unreachable`]: unknown). Before the entry stands, the image does not exist, whatever lies under its prefix.
 
-use super::attempt::{Attempt, host_name, now_ms, tool};
+use super::attempt::{Attempt, OpenUpload, host_name, now_ms, tool};
 use crate::config::JobName;
 use crate::driver::{Device, Driver};
 use crate::error::ExitCode;
+use crate::failpoint;
 use crate::image::Image;
 use crate::job_log::{CommitError, ImageEntry, append_image};
 use crate::manifest::{
@@ -46,7 +47,15 @@ impl CommitFailed {
     }
 }
 
-/// Frame tables, then the manifest, then the one entry that makes the image.
+/// An image but for its place in the log.
+pub(super) struct Written {
+    /// What commits it.
+    pub(super) entry: ImageEntry,
+    manifest: Manifest,
+    tables: Vec<FrameTable>,
+}
+
+/// Everything that makes an image of what has landed: frame tables, the manifest, the one entry.
 pub(super) fn commit(
     session: &Session,
     driver: &Driver,
@@ -55,14 +64,52 @@ pub(super) fn commit(
     lanes: Vec<SavedLane>,
     etags: Vec<Option<String>>,
 ) -> Result<Image, CommitFailed> {
-    let job = &session.config.job;
     let store = &*session.store_after_begin;
+    let uploads = &attempt.uploads;
+    let key = manifest_key(&attempt.nonce);
+    let written = write_manifest(
+        session,
+        driver,
+        target,
+        (attempt, uploads),
+        (store, key),
+        lanes,
+    )?;
+    let entered = append_image(
+        store,
+        &session.config.job,
+        attempt.next_slot,
+        &written.entry,
+    );
+    let generation = session
+        .wait(entered)
+        .map_err(|error| CommitFailed::Log(Box::new(error)))?;
+    failpoint::pass("commit:entered");
+    Ok(Image {
+        generation,
+        attempt: attempt.nonce.clone(),
+        manifest_digest: written.entry.manifest_digest,
+        manifest: written.manifest,
+        tables: vec![written.tables],
+        etags,
+    })
+}
+
+/// Puts frame tables, and the manifest under this key, beside objects that have landed in this store, under the keys of these `uploads`.
+pub(super) fn write_manifest(
+    session: &Session,
+    driver: &Driver,
+    target: &Target,
+    (attempt, uploads): (&Attempt, &[OpenUpload]),
+    (store, manifest_key): (&dyn Store, String),
+    lanes: Vec<SavedLane>,
+) -> Result<Written, CommitFailed> {
+    let job = &session.config.job;
     let mut tables = Vec::with_capacity(lanes.len());
     let mut extents = Vec::with_capacity(lanes.len());
     let mut to_put = Vec::with_capacity(lanes.len() + 1);
     for lane in lanes {
-        let device = attempt
-            .uploads
+        let device = uploads
             .iter()
             .find(|open| open.key == lane.key)
             .map(|open| &driver.devices()[open.device]);
@@ -93,38 +140,32 @@ pub(super) fn commit(
     let manifest_len = encoded.len();
     // What does not verify must not be committed: the reader is our own, asked beforehand.
     Manifest::decode_and_verify(&encoded, job.as_str(), &attempt.nonce)?;
-    let manifest_key = manifest_key(&attempt.nonce);
-    let (raw_len, stored_len) = (manifest.raw_len(), manifest.stored_len());
-
+    let manifest_object = Key::of_job(job, &manifest_key)?;
     session.wait(async {
         let puts = to_put
             .into_iter()
             .map(|(key, bytes)| put_new(store, key, bytes));
         futures::future::try_join_all(puts).await?;
-        put_new(store, Key::of_job(job, &manifest_key)?, encoded).await?;
-        let entry = ImageEntry {
-            writer: attempt.nonce.clone(),
-            manifest_len: manifest_len as u64,
-            attempt: attempt.nonce.clone(),
-            manifest_key,
-            manifest_digest,
-            kind: manifest.kind,
-            raw_len,
-            stored_len,
-            created_ms: manifest.created_ms,
-            tool: tool(),
-        };
-        let generation = append_image(store, job, attempt.next_slot, &entry)
-            .await
-            .map_err(|error| CommitFailed::Log(Box::new(error)))?;
-        Ok(Image {
-            generation,
-            attempt: attempt.nonce.clone(),
-            manifest_digest,
-            manifest,
-            tables: vec![tables],
-            etags,
-        })
+        failpoint::pass("commit:tables stored");
+        put_new(store, manifest_object, encoded).await
+    })?;
+    failpoint::pass("commit:manifest stored");
+    let entry = ImageEntry {
+        writer: attempt.nonce.clone(),
+        attempt: attempt.nonce.clone(),
+        manifest_key,
+        manifest_len: manifest_len as u64,
+        manifest_digest,
+        kind: manifest.kind,
+        raw_len: manifest.raw_len(),
+        stored_len: manifest.stored_len(),
+        created_ms: manifest.created_ms,
+        tool: tool(),
+    };
+    Ok(Written {
+        entry,
+        manifest,
+        tables,
     })
 }
 

@@ -2,13 +2,17 @@
 //!
 //! In: the settings, every GPU's total memory (the worst case, from which lengths follow) and what it uses now (an estimate, from which numbers of buffers follow). Out: the pipeline's lanes and resources. What can fail: a plan that does not fit, memory that is not
 //! to be had; never after BEGIN.
+//!
+//! A save that may be spilled goes over the GPUs' memory twice at most. Buffers and encoders serve again; what a run uses up is prepared for both.
 
 use std::error::Error;
 use std::sync::Arc;
 
-use super::attempt::Attempt;
+use super::attempt::OpenUpload;
 use crate::codec::Encoder;
-use crate::driver::{BufferPool, CheckpointingProcess, CopyQueue, Driver, STREAMS_OUT};
+use crate::driver::{
+    BufferPool, CheckpointingProcess, CopyQueue, Driver, DriverError, STREAMS_OUT,
+};
 use crate::error::{Failure, Phase};
 use crate::manifest::FrameTable;
 use crate::pipeline::{SaveLane, SaveResources};
@@ -16,6 +20,7 @@ use crate::plan::{PACK_LEN, SavePlan, SaveSettings, plan_save};
 use crate::progress::LaneMeter;
 use crate::restore::plan_code;
 use crate::session::Session;
+use crate::store::Store;
 
 /// Copies under way on a GPU: two keep its copy engine busy, the others bridge a thread that is late. The rest of the ring is for what parts hold.
 const COPIES_UNDER_WAY: usize = 4;
@@ -47,21 +52,30 @@ pub(super) fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failu
 /// Every byte that the pipeline will need, in hand before the target is locked.
 pub(super) struct Memory {
     plan: SavePlan,
+    /// One per GPU.
     rings: Vec<BufferPool>,
-    queues: Vec<CopyQueue>,
-    /// With room for each GPU's whole memory.
-    tables: Vec<FrameTable>,
     encoders: Vec<Encoder>,
     frame_buffers: BufferPool,
     pack_buffers: BufferPool,
+    /// One per run.
+    provisions: Vec<Provisions>,
+}
+
+/// What one run over the GPUs uses up, an entry per GPU each.
+struct Provisions {
+    queues: Vec<CopyQueue>,
+    /// With room for the GPU's whole memory.
+    tables: Vec<FrameTable>,
 }
 
 impl Memory {
-    /// Retains the GPUs' contexts (each takes time and GPU memory, so not before the target is known to be one), and allocates what can be used of the plan.
+    /// Retains the GPUs' contexts (each takes time and GPU memory, so not before the target is known to be one), and allocates what can be used of the plan, for so many
+    /// `runs` over the GPUs.
     pub(super) fn allocate(
         session: &Session,
         driver: &Arc<Driver>,
         plan: SavePlan,
+        runs: usize,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
         driver.retain_contexts()?;
         session.check_cancelled()?;
@@ -69,19 +83,16 @@ impl Memory {
         let plan = plan.for_memory_in_use(&used.collect::<Result<Vec<_>, _>>()?);
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut rings = Vec::new();
-        let mut queues = Vec::new();
-        let mut tables = Vec::new();
-        for (device, gpu) in driver.devices().iter().enumerate() {
+        for device in 0..driver.devices().len() {
             session.check_cancelled()?;
             rings.push(BufferPool::new(
                 plan.ring_chunks,
                 len(plan.chunk_len),
                 Some((driver, device)),
             )?);
-            let depth = plan.ring_chunks.min(COPIES_UNDER_WAY);
-            queues.push(CopyQueue::prepare(driver, device, depth, STREAMS_OUT)?);
-            tables.push(FrameTable::new(gpu.memory_len, plan.chunk_len));
         }
+        let provisions = (0..runs).map(|_| Provisions::prepare(driver, &plan));
+        let provisions = provisions.collect::<Result<_, _>>()?;
         let settings = session.config.compression.settings;
         let encoders = Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?;
         let frame_buffers = BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?;
@@ -89,11 +100,10 @@ impl Memory {
         Ok(Self {
             plan,
             rings,
-            queues,
-            tables,
             encoders,
             frame_buffers,
             pack_buffers,
+            provisions,
         })
     }
 
@@ -102,30 +112,28 @@ impl Memory {
         self.plan.total_bytes
     }
 
-    /// Deals the buffers out to the GPUs that hold data.
-    pub(super) fn into_pipeline(
-        self,
+    /// One run: the lanes of the GPUs that hold data, each to one of these `uploads` in this store, with encoders and resources. `None` when there are no provisions for one more.
+    pub(super) fn deal_out(
+        &mut self,
         session: &Session,
         begun: &CheckpointingProcess,
-        attempt: &Attempt,
-    ) -> (Vec<SaveLane>, SaveResources) {
-        let per_device = self.rings.into_iter().zip(self.queues).zip(self.tables);
-        let mut per_device: Vec<_> = per_device.map(Some).collect();
+        store: Arc<dyn Store>,
+        uploads: &[OpenUpload],
+    ) -> Option<(Vec<SaveLane>, &mut [Encoder], SaveResources)> {
+        let Provisions { queues, tables } = self.provisions.pop()?;
+        let mut per_device: Vec<_> = queues.into_iter().zip(tables).map(Some).collect();
         let mut lanes = Vec::new();
         for extent in begun.extents() {
             let taken = per_device.get_mut(extent.device).and_then(Option::take);
-            let open = attempt
-                .uploads
-                .iter()
-                .find(|open| open.device == extent.device);
-            let (Some(((ring, queue), table)), Some(open)) = (taken, open) else {
+            let open = uploads.iter().find(|open| open.device == extent.device);
+            let (Some((queue, table)), Some(open)) = (taken, open) else {
                 unreachable!("the driver layer gives at most one extent for each of its devices");
             };
             let meter = LaneMeter::new(format!("GPU {}", extent.device), extent.len);
             lanes.push(SaveLane {
                 queue,
                 extent: extent.clone(),
-                ring,
+                ring: self.rings[extent.device].clone(),
                 table,
                 key: open.key.clone(),
                 upload: open.upload.clone(),
@@ -135,17 +143,39 @@ impl Memory {
         session
             .meter
             .announce(lanes.iter().map(|lane| Arc::clone(&lane.meter)).collect());
+        // A run that failed has closed them.
+        for pool in self
+            .rings
+            .iter()
+            .chain([&self.frame_buffers, &self.pack_buffers])
+        {
+            pool.open_again();
+        }
         let resources = SaveResources {
-            store: Arc::clone(&session.store_after_begin),
+            store,
             runtime: session.runtime.clone(),
-            encoders: self.encoders,
             chunk_len: self.plan.chunk_len,
-            frame_buffers: self.frame_buffers,
+            frame_buffers: self.frame_buffers.clone(),
             part_len: usize::try_from(self.plan.part_len).unwrap_or(usize::MAX),
-            pack_buffers: self.pack_buffers,
+            pack_buffers: self.pack_buffers.clone(),
             parallelism: session.config.store.parallelism as usize,
             meter: Arc::clone(&session.meter),
         };
-        (lanes, resources)
+        Some((lanes, &mut self.encoders, resources))
+    }
+}
+
+impl Provisions {
+    fn prepare(driver: &Arc<Driver>, plan: &SavePlan) -> Result<Self, DriverError> {
+        let depth = plan.ring_chunks.min(COPIES_UNDER_WAY);
+        let devices = driver.devices().iter().enumerate();
+        let queues = devices
+            .clone()
+            .map(|(device, _)| CopyQueue::prepare(driver, device, depth, STREAMS_OUT));
+        let tables = devices.map(|(_, gpu)| FrameTable::new(gpu.memory_len, plan.chunk_len));
+        Ok(Self {
+            queues: queues.collect::<Result<_, _>>()?,
+            tables: tables.collect(),
+        })
     }
 }

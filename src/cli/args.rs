@@ -19,7 +19,7 @@ Credentials come from the SDK's chain only: AWS_ACCESS_KEY_ID and AWS_SECRET_ACC
 The result goes to stdout, progress and logs to stderr.
 
 Exit codes: 0 done; 2 usage or configuration; 3 refused beforehand; 4 someone else's; 6 no image; 7 nothing to save; 10 nothing saved, the target \
-runs on; 12 to 15 failed after the checkpoint began; 20 restore refused; 21 restore failed. docs/exit-codes.md has the full table.";
+runs on; 11 spilled, to be resumed; 12 to 15 failed after the checkpoint began; 20 restore refused; 21 restore failed. docs/exit-codes.md has the full table.";
 
 /// The command line.
 #[derive(Debug, Parser)]
@@ -54,7 +54,7 @@ pub(super) struct Common {
     )]
     pub(super) job: Option<String>,
 
-    /// Where images are kept: s3://bucket/prefix [file: store.url]
+    /// Where images are kept: s3://bucket/prefix or file:///directory [file: store.url]
     #[arg(long, value_name = "URL", global = true, help_heading = "Store")]
     pub(super) store: Option<String>,
 
@@ -101,6 +101,10 @@ way back: the save goes on to its end, and further signals change nothing.")]
     Verify(VerifyArgs),
     /// Print the raw bytes of one GPU's memory to stdout; needs no GPU
     Cat(CatArgs),
+    /// Finish saves that were spilled: copy them into the store and commit them; needs no GPU
+    #[command(after_help = "\
+Every sealed save of the job in spill.path is finished, and then removed from there. Running it again, or when nothing is sealed (exit 7), does no harm.")]
+    Resume,
     /// Measure what this node can do, without a target: every stage alone, the whole pipeline both ways, and whether a save fits a notice
     #[command(after_help = "\
 GPU memory is taken as given with --size, and filled with data that compresses like the real kinds. The verdict is for GPUs that are full. \
@@ -118,6 +122,7 @@ impl Command {
             Command::Inspect(_) => "inspect",
             Command::Verify(_) => "verify",
             Command::Cat(_) => "cat",
+            Command::Resume => "resume",
             Command::Bench(_) => "bench",
         }
     }
@@ -135,6 +140,7 @@ impl Command {
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)
+            | Command::Resume
             | Command::Bench(_) => "stops the command",
         }
     }
@@ -291,6 +297,7 @@ impl Args {
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)
+            | Command::Resume
             | Command::Bench(_) => (None, Vec::new()),
         };
         Overrides {

@@ -32,6 +32,7 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::outcome::Outcome;
 use crate::progress::Meter;
 use crate::restore;
+use crate::resume;
 use crate::session::Session;
 use crate::store;
 
@@ -223,6 +224,9 @@ impl Run<'_> {
             Command::Verify(command) => self.transfer(config()?, &command.timeline, |session| {
                 restore::verify(session, command.image.image)
             }),
+            Command::Resume => self
+                .with_session(config()?, Meter::new(), resume::resume)
+                .map(|outcome| Some(Done::Transfer(outcome))),
             Command::Inspect(command) => self.with_session(config()?, Meter::new(), |session| {
                 let inspection = session.wait(images::inspect(
                     session.store.as_ref(),

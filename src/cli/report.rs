@@ -38,6 +38,8 @@ pub(super) struct RunReport {
     cause: Vec<String>,
     /// Clean-up that failed too.
     attached: Vec<String>,
+    /// What is to be known besides.
+    notes: Vec<String>,
     /// What a script does next.
     next: &'static str,
     /// The same command may succeed later without anybody changing anything.
@@ -160,6 +162,7 @@ impl RunReport {
             targets: failure.targets.clone(),
             cause: failure.cause_chain(),
             attached: failure.attached.clone(),
+            notes: failure.notes.clone(),
             ..Self::empty(command, failure.code, elapsed_seconds)
         }
     }
@@ -182,6 +185,7 @@ impl RunReport {
             elapsed_seconds,
             cause: Vec::new(),
             attached: Vec::new(),
+            notes: Vec::new(),
             next: code.next(),
             retryable: code.is_retryable(),
             body: Body::Failed {},
@@ -225,6 +229,7 @@ impl RunReport {
             .attached
             .iter()
             .map(|line| format!("ckptstream: also failed: {line}"));
+        let notes = self.notes.iter().map(|line| format!("ckptstream: {line}"));
         let targets = self
             .targets
             .iter()
@@ -245,7 +250,7 @@ impl RunReport {
             self.meaning,
             one_line(&self.cause.join(": "))
         );
-        also.chain(targets).chain([last]).collect()
+        also.chain(notes).chain(targets).chain([last]).collect()
     }
 
     fn text(&self) -> String {

@@ -42,6 +42,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
     ("compression", &["mode", "filter"]),
     ("driver", &["mode", "lock_timeout", "gpu_map"]),
     ("restore", &["verify"]),
+    ("spill", &["path", "survives"]),
 ];
 
 /// Names under which people write credentials into files. They come from the SDK's chain only.
@@ -79,6 +80,8 @@ pub struct RawConfig {
     pub driver: RawDriver,
     /// `[restore]`
     pub restore: RawRestore,
+    /// `[spill]`
+    pub spill: RawSpill,
 }
 
 /// `[job]` as written.
@@ -182,6 +185,16 @@ pub struct RawDriver {
 pub struct RawRestore {
     /// `auto`, `all` or `stream`.
     pub verify: Option<String>,
+}
+
+/// `[spill]` as written.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RawSpill {
+    /// Absolute path of a directory.
+    pub path: Option<String>,
+    /// `process` or `node`.
+    pub survives: Option<String>,
 }
 
 impl RawConfig {

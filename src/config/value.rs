@@ -3,11 +3,12 @@
 //! In: text, and the key or flag it was written under. Out: a checked value. What can fail: the text; the error names key, value and range.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bytesize::ByteSize;
 
-use super::ConfigError;
+use super::{ConfigError, StorePlace};
 use crate::driver::GpuUuid;
 
 pub(super) const MIB: u64 = 1 << 20;
@@ -108,12 +109,31 @@ impl Setting {
         })
     }
 
-    /// Bucket and prefix of `s3://bucket/prefix`; the prefix without outer slashes.
-    pub(super) fn s3_url(&self) -> Result<(String, String), ConfigError> {
+    /// A bucket as `s3://bucket/prefix`, or a directory as `file:///directory`.
+    pub(super) fn store_place(&self) -> Result<StorePlace, ConfigError> {
         self.no_secret()?;
+        if let Some(path) = self.value.strip_prefix("file://") {
+            return self.directory(path).map(StorePlace::Directory);
+        }
         let Some(rest) = self.value.strip_prefix("s3://") else {
-            return Err(self.invalid("s3://bucket/prefix; other kinds of store are not supported"));
+            return Err(self.invalid(
+                "s3://bucket/prefix or file:///directory; other kinds of store are not supported",
+            ));
         };
+        let (bucket, prefix) = self.bucket(rest)?;
+        Ok(StorePlace::Bucket { bucket, prefix })
+    }
+
+    /// An absolute path.
+    pub(super) fn directory(&self, path: &str) -> Result<PathBuf, ConfigError> {
+        if !path.starts_with('/') || path.chars().any(char::is_control) {
+            return Err(self.invalid("the absolute path of a directory"));
+        }
+        Ok(PathBuf::from(path))
+    }
+
+    /// Bucket and prefix; the prefix without outer slashes.
+    fn bucket(&self, rest: &str) -> Result<(String, String), ConfigError> {
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
         let is_bucket = (3..=255).contains(&bucket.len())
@@ -307,20 +327,22 @@ mod tests {
                 name: "--store",
                 value: text.to_owned(),
             }
-            .s3_url()
+            .store_place()
         };
-        assert_eq!(
-            parse("s3://bucket").ok(),
-            Some(("bucket".to_owned(), String::new()))
-        );
-        assert_eq!(
-            parse("s3://bucket/").ok(),
-            Some(("bucket".to_owned(), String::new()))
-        );
+        let bucket = |bucket: &str, prefix: &str| {
+            Some(StorePlace::Bucket {
+                bucket: bucket.to_owned(),
+                prefix: prefix.to_owned(),
+            })
+        };
+        assert_eq!(parse("s3://bucket").ok(), bucket("bucket", ""));
+        assert_eq!(parse("s3://bucket/").ok(), bucket("bucket", ""));
         assert_eq!(
             parse("s3://my.bucket/a/b/").ok(),
-            Some(("my.bucket".to_owned(), "a/b".to_owned()))
+            bucket("my.bucket", "a/b")
         );
+        let directory = StorePlace::Directory(PathBuf::from("/mnt/a b"));
+        assert_eq!(parse("file:///mnt/a b").ok(), Some(directory));
         for bad in [
             "",
             "bucket",
@@ -331,7 +353,10 @@ mod tests {
             "s3://-bucket",
             "s3://bucket//a",
             "s3://bucket/a/../b",
-            "file:///x",
+            "file://",
+            "file://host/x",
+            "file:///x\n",
+            "/x",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }

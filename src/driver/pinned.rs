@@ -190,6 +190,11 @@ impl BufferPool {
         self.inner.returned.notify_all();
     }
 
+    /// Takes back [`BufferPool::close`], for another run with the same buffers.
+    pub fn open_again(&self) {
+        self.inner.lock().closed = false;
+    }
+
     /// Buffers in the pool or out of it.
     pub fn count(&self) -> usize {
         self.inner.count

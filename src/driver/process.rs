@@ -197,10 +197,19 @@ impl LockedProcess {
     ///
     /// # Errors
     /// Whatever the driver answers, or [`DriverError::WrongState`] when the target does not run afterwards. It is not tried again.
-    pub fn unlock(mut self) -> Result<RunningProcess, DriverError> {
+    pub fn unlock(self) -> Result<RunningProcess, DriverError> {
+        let (driver, pid) = (Arc::clone(&self.driver), self.pid);
+        self.let_go()?;
+        RunningProcess::attach(&driver, pid)
+    }
+
+    /// As [`LockedProcess::unlock`], without the look at what became of it: it may have run to its end by then.
+    ///
+    /// # Errors
+    /// Whatever the driver answers. It is not tried again.
+    pub fn let_go(mut self) -> Result<(), DriverError> {
         self.guard = false;
-        self.unlock_now()?;
-        RunningProcess::attach(&self.driver, self.pid)
+        self.unlock_now()
     }
 
     fn unlock_now(&self) -> Result<(), DriverError> {

@@ -14,6 +14,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use super::PipelineError;
 use super::gauge::Gauge;
 use crate::driver::{BufferPool, Copied, CopyQueue, Extent, HostMemory, PoolBuf, PoolSlice};
+use crate::failpoint;
 use crate::plan::Chunks;
 use crate::progress::LaneMeter;
 
@@ -107,6 +108,7 @@ impl CopyLane<'_> {
             let Some(copied) = self.wait_oldest(&mut queue, &mut pace)? else {
                 continue;
             };
+            failpoint::pass("stream:chunk copied");
             let index = copied.offset / self.chunk_len;
             let chunk = RawChunk {
                 lane: self.lane,
@@ -161,6 +163,7 @@ impl CopyLane<'_> {
                 enqueued += 1;
             }
             self.wait_oldest(&mut queue, &mut pace)?;
+            failpoint::pass("restore:chunk copied");
         }
         queue.finish()?;
         Ok(())

@@ -24,6 +24,7 @@ use super::transfer::task_panicked;
 use super::window::Window;
 use crate::codec::{Decoder, Digest, FrameError, FrameKind, RawFrame};
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf, PoolSlice};
+use crate::failpoint;
 use crate::manifest::{FrameEntry, FrameTable};
 use crate::outcome::StageOutcome;
 use crate::plan::{Chunks, FetchGroup, LANDING_ALIGN, fetch_groups};
@@ -302,6 +303,7 @@ impl Decoding<'_> {
         loop {
             let idle = Instant::now();
             let Ok(job) = jobs.recv() else { return Ok(()) };
+            failpoint::pass("restore:chunk landed");
             self.gauge.starved(idle.elapsed());
             let lane = &self.lanes[job.lane];
             let len = job.frame.raw_len as usize;
@@ -312,6 +314,7 @@ impl Decoding<'_> {
                 Some(chunk) => chunk,
                 None => self.decode(&mut decoder, lane, &job)?,
             };
+            failpoint::pass("restore:chunk verified");
             lane.meter.coded.fetch_add(len as u64, Ordering::Relaxed);
             if let Some(out) = outs.get(job.lane) {
                 let index = job.frame.index;

@@ -21,6 +21,7 @@ use super::transfer::{UploadTarget, Uploader, task_panicked};
 use crate::codec::{Body, Crc64, Encoded, Encoder};
 use crate::cpu_time;
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
+use crate::failpoint;
 use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
 use crate::plan::Chunks;
@@ -53,11 +54,9 @@ pub struct SaveResources {
     pub store: Arc<dyn Store>,
     /// Runs the transfers.
     pub runtime: tokio::runtime::Handle,
-    /// One compressor per thread.
-    pub encoders: Vec<Encoder>,
     /// Chunk length in bytes.
     pub chunk_len: u64,
-    /// Buffers of one frame each, more than there are encoders.
+    /// Buffers of one frame each, more than there are compressors.
     pub frame_buffers: BufferPool,
     /// Bytes of every part but an object's last.
     pub part_len: usize,
@@ -100,11 +99,15 @@ pub struct SavedLane {
 /// Chunks that wait for each compressor. Copying further ahead would gain nothing and fill one cold buffer after the other, where few that go round stay in the processor's cache.
 const CHUNKS_READY: usize = 2;
 
-/// Streams every lane to the store.
+/// Streams every lane to the store, with one compressor thread per encoder, of which there is at least one.
 ///
 /// # Errors
-/// The first [`PipelineError`] of any stage, after all threads and tasks have ended. The uploads are then open still: the caller aborts them.
-pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, PipelineError> {
+/// The first [`PipelineError`] of any stage, after all threads and tasks have ended. The uploads are then open still: the caller aborts them. The buffer pools are closed.
+pub fn save(
+    lanes: Vec<SaveLane>,
+    encoders: &mut [Encoder],
+    resources: SaveResources,
+) -> Result<Saved, PipelineError> {
     let mut pools = vec![
         resources.frame_buffers.clone(),
         resources.pack_buffers.clone(),
@@ -116,7 +119,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     ));
     let meter = Arc::clone(&resources.meter);
     let copy_gauge = Gauge::new("copy", lanes.len()).recorded(&meter);
-    let code_gauge = Gauge::new("compress", resources.encoders.len()).recorded(&meter);
+    let code_gauge = Gauge::new("compress", encoders.len()).recorded(&meter);
     let ring_chunks = lanes
         .iter()
         .map(|lane| lane.ring.count() as u64)
@@ -131,7 +134,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
     let _watched = watch_pools(&meter, rings.chain([frames, parts]));
 
     let (parts_out, parts_in) = unbounded_channel();
-    let work = Work::divide(lanes, &resources, &parts_out);
+    let work = Work::divide(lanes, encoders.len(), &resources, &parts_out);
     drop(parts_out);
     let uploader = Uploader::new(&resources, work.targets.clone(), work.lent_bytes, &abort);
     let wire = Arc::clone(&uploader.wire);
@@ -146,7 +149,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
         gauge: &code_gauge,
         pacer: &pacer,
     };
-    let (chunks_out, chunks_in) = bounded(CHUNKS_READY * resources.encoders.len());
+    let (chunks_out, chunks_in) = bounded(CHUNKS_READY * encoders.len());
     std::thread::scope(|scope| {
         for copier in work.copiers {
             let (abort, gauge, chunks_out) = (&*abort, &copy_gauge, chunks_out.clone());
@@ -156,7 +159,7 @@ pub fn save(lanes: Vec<SaveLane>, resources: SaveResources) -> Result<Saved, Pip
             });
         }
         drop(chunks_out);
-        for (index, encoder) in resources.encoders.into_iter().enumerate() {
+        for (index, encoder) in encoders.iter_mut().enumerate() {
             let (abort, compressors, chunks_in) = (&*abort, &compressors, chunks_in.clone());
             spawn(scope, abort, ("compress", index), move || {
                 compressors.run(encoder, &chunks_in)
@@ -194,11 +197,12 @@ struct Work {
 impl Work {
     fn divide(
         lanes: Vec<SaveLane>,
+        compressors: usize,
         resources: &SaveResources,
         parts: &UnboundedSender<PartJob>,
     ) -> Self {
         // Every compressor has a frame buffer before it takes a chunk, and one more moves.
-        let frames = Lender::new(&resources.frame_buffers, resources.encoders.len() + 1);
+        let frames = Lender::new(&resources.frame_buffers, compressors + 1);
         let chunk_len = usize::try_from(resources.chunk_len).unwrap_or(usize::MAX);
         let mut ring_loans = 0;
         let mut work = Self {
@@ -293,7 +297,7 @@ struct Compressors<'a> {
 
 impl Compressors<'_> {
     /// One thread: takes a frame buffer first and a chunk then, so that the oldest chunk of a lane always has a frame buffer.
-    fn run(&self, mut encoder: Encoder, chunks: &Receiver<RawChunk>) -> Result<(), PipelineError> {
+    fn run(&self, encoder: &mut Encoder, chunks: &Receiver<RawChunk>) -> Result<(), PipelineError> {
         let mut spare = None;
         // Time without work since the last chunk.
         let mut idle = Duration::ZERO;
@@ -321,6 +325,7 @@ impl Compressors<'_> {
             let (lane, index, len) = (chunk.lane, chunk.index, chunk.len);
             let (started, cpu_before) = (Instant::now(), cpu_time::of_thread());
             let encoded = encoder.encode(&chunk.buffer[..len], &mut frame, self.pacer.effort());
+            failpoint::pass("stream:chunk coded");
             let busy = started.elapsed();
             let coding = encoded.kind.name(encoded.filter);
             self.gauge.busy_as(lane, coding, len as u64, busy);
@@ -334,6 +339,7 @@ impl Compressors<'_> {
             let (packed, left) = in_buffers(chunk, frame, &encoded);
             spare = left;
             idle = self.pack(lane, index, packed)?;
+            failpoint::pass("stream:chunk packed");
         }
     }
 

@@ -68,10 +68,10 @@ mod tests {
         let pool = || BufferPool::new(2, 64, None).unwrap();
         let saved = save(
             Vec::new(),
+            &mut [Encoder::new(Settings::default()).unwrap()],
             SaveResources {
                 store: Arc::new(MemoryStore::new()),
                 runtime: runtime.handle().clone(),
-                encoders: vec![Encoder::new(Settings::default()).unwrap()],
                 chunk_len: 64,
                 frame_buffers: pool(),
                 part_len: 64,

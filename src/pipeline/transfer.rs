@@ -17,6 +17,7 @@ use super::gauge::Wire;
 use super::pack::PartJob;
 use super::save::SaveResources;
 use super::window::Window;
+use crate::failpoint;
 use crate::progress::{LaneMeter, Meter};
 use crate::store::{Key, PartReceipt, Store, StoreError, UploadId};
 
@@ -83,7 +84,10 @@ impl Uploader {
             tokio::select! {
                 () = self.abort.token().cancelled() => break,
                 job = parts.recv(), if packing && under_way.len() < window.limit() => match job {
-                    Some(job) => { under_way.spawn(self.upload(job)); }
+                    Some(job) => {
+                        failpoint::pass("stream:part cut");
+                        under_way.spawn(self.upload(job));
+                    }
                     None => {
                         packing = false;
                         self.wire.drain();
@@ -137,6 +141,7 @@ impl Uploader {
     ) -> Option<u64> {
         match done {
             Ok(Ok(part)) => {
+                failpoint::pass("stream:part acknowledged");
                 let meter = &self.targets[part.lane].meter;
                 meter
                     .acknowledged

@@ -5,6 +5,7 @@
 
 #[cfg(test)]
 pub(crate) mod faulty;
+pub mod file;
 pub mod memory;
 pub mod null;
 pub mod retry;
@@ -19,9 +20,10 @@ use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
 use tokio_util::sync::CancellationToken;
 
+use self::file::FileStore;
 use self::retry::{RetryPolicy, Retrying};
 use self::s3::S3Store;
-use crate::config::{JobName, StoreConfig};
+use crate::config::{JobName, StoreConfig, StorePlace};
 use crate::progress::Meter;
 
 /// Least length of every part but the last, in bytes. S3 refuses to complete an upload with a shorter one.
@@ -330,13 +332,18 @@ impl StoreError {
 /// The configured store behind its retries. `cancel` ends its calls, `meter` counts what is tried again.
 ///
 /// # Errors
-/// Those of [`S3Store::connect`]; no request is made to the store itself.
+/// Those of [`S3Store::connect`], where no request is made to the store itself, and of [`FileStore::open`].
 pub async fn open(
     config: &StoreConfig,
     cancel: CancellationToken,
     meter: Arc<Meter>,
-) -> Result<Retrying<S3Store>, StoreError> {
-    let inner = Arc::new(S3Store::connect(config).await?);
+) -> Result<Retrying<dyn Store>, StoreError> {
+    let inner: Arc<dyn Store> = match &config.place {
+        StorePlace::Bucket { bucket, prefix } => {
+            Arc::new(S3Store::connect(config, bucket, prefix).await?)
+        }
+        StorePlace::Directory(root) => Arc::new(FileStore::open(root)?),
+    };
     let policy = RetryPolicy::new(config.retry_timeout);
     Ok(Retrying::new(inner, policy, cancel, meter))
 }
@@ -390,7 +397,7 @@ async fn read_slice<S: Store + ?Sized>(
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
 /// have taken effect, exactly like [`StoreError::Transient`].
 ///
-/// [`Store::list`] and [`Store::delete`] are for the clean-up commands, `gc` and `prune`; nothing else lists objects or deletes any.
+/// [`Store::list`] and [`Store::delete`] are for clean-up (`gc`, `prune`, the spill); nothing else lists objects or deletes any.
 ///
 /// ```
 /// use bytes::Bytes;
@@ -488,7 +495,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Deletes an object. One that is not there is a success.
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>>;
 
-    /// For messages: `s3://bucket/prefix`.
+    /// For messages: `s3://bucket/prefix`, `file:///directory`.
     fn describe(&self) -> String;
 }
 

@@ -108,6 +108,11 @@ impl<S: Store + ?Sized> Retrying<S> {
         }
     }
 
+    /// The store that is made patient.
+    pub fn inner(&self) -> &S {
+        &self.inner
+    }
+
     /// From now on every call ends at `deadline` at the latest, calls under way included.
     pub fn set_deadline(&self, deadline: Instant) {
         self.deadline.send_replace(Some(deadline));

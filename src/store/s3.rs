@@ -80,13 +80,17 @@ impl fmt::Debug for S3Store {
 }
 
 impl S3Store {
-    /// A store as configured. Credentials come from the SDK's chain and are asked for once here, so that their absence is told before anything
+    /// The bucket, or the prefix in it (without outer slashes), as configured. Credentials come from the SDK's chain and are asked for once here, so that their absence is told before anything
     /// else is done; the bucket itself is not asked.
     ///
     /// # Errors
     /// [`StoreError::Refused`] when the certificates of `AWS_CA_BUNDLE` cannot be used, no region is known, or no credentials are found.
-    pub async fn connect(config: &StoreConfig) -> Result<Self, StoreError> {
-        let describe = format!("s3://{}/{}", config.bucket, config.prefix);
+    pub async fn connect(
+        config: &StoreConfig,
+        bucket: &str,
+        prefix: &str,
+    ) -> Result<Self, StoreError> {
+        let describe = format!("s3://{bucket}/{prefix}");
         let plain_http = config
             .endpoint
             .as_deref()
@@ -117,8 +121,8 @@ impl S3Store {
             .build();
         Ok(Self {
             client: Client::from_conf(settings),
-            bucket: config.bucket.clone(),
-            prefix: match config.prefix.as_str() {
+            bucket: bucket.to_owned(),
+            prefix: match prefix {
                 "" => String::new(),
                 prefix => format!("{prefix}/"),
             },

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ckptstream::codec::{FilterChoice, Level, Settings};
 use ckptstream::config::{
-    Config, ConfigError, Environment, KEYS, Overrides, PartChecksum, RawConfig, Verify,
+    Config, ConfigError, Environment, KEYS, Overrides, PartChecksum, RawConfig, StorePlace, Verify,
 };
 
 const MIB: u64 = 1 << 20;
@@ -106,14 +106,39 @@ fn is_setting(text: &str) -> bool {
     })
 }
 
+fn bucket(bucket: &str, prefix: &str) -> StorePlace {
+    StorePlace::Bucket {
+        bucket: bucket.to_owned(),
+        prefix: prefix.to_owned(),
+    }
+}
+
+#[test]
+fn a_directory_is_a_store_without_an_endpoint() {
+    let directory = |endpoint: Option<&str>| {
+        let overrides = Overrides {
+            store: Some("file:///mnt/images".to_owned()),
+            endpoint: endpoint.map(str::to_owned),
+            ..Overrides::default()
+        };
+        resolve(LEAST, &overrides)
+    };
+    let config = directory(None).expect("valid");
+    let place = StorePlace::Directory("/mnt/images".into());
+    assert_eq!(config.store.place, place);
+    let message = directory(Some("http://127.0.0.1:9000")).expect_err("no endpoint");
+    let message = message.to_string();
+    assert!(
+        message.contains("--store") && message.contains("--endpoint"),
+        "{message}"
+    );
+}
+
 #[test]
 fn defaults() {
     let config = resolved(LEAST);
     assert_eq!(config.job.as_str(), "my-job");
-    assert_eq!(
-        (config.store.bucket.as_str(), config.store.prefix.as_str()),
-        ("my-bucket", "ckptstream")
-    );
+    assert_eq!(config.store.place, bucket("my-bucket", "ckptstream"));
     assert_eq!(config.store.parallelism, 64);
     assert_eq!(config.store.checksum, PartChecksum::Crc64Nvme);
     assert_eq!(config.store.retry_timeout, Duration::from_secs(120));
@@ -161,10 +186,7 @@ fn flags_override_the_file() {
     };
     let config = resolve(EXAMPLE, &overrides).expect("valid");
     assert_eq!(config.job.as_str(), "other");
-    assert_eq!(
-        (config.store.bucket.as_str(), config.store.prefix.as_str()),
-        ("elsewhere", "")
-    );
+    assert_eq!(config.store.place, bucket("elsewhere", ""));
     assert_eq!(
         config.store.endpoint.as_deref(),
         Some("https://store.example:9000")

@@ -6,6 +6,8 @@ mod bench;
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.
 mod config;
+/// Death at every step.
+mod crash;
 /// Images that are not what was saved.
 mod damage;
 /// Driver calls that fail.
@@ -22,6 +24,8 @@ mod order;
 mod ownership;
 /// Saved and put back: every byte of every shape of memory.
 mod roundtrip;
+/// The second place of a save, and the way from there into the store.
+mod spill;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
 /// Our objects through other people's tools.

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use ckptstream::codec::Crc64;
-use ckptstream::config::{PartChecksum, StoreConfig};
+use ckptstream::config::{PartChecksum, StoreConfig, StorePlace};
 use ckptstream::progress::Meter;
+use ckptstream::store::file::FileStore;
 use ckptstream::store::memory::MemoryStore;
 use ckptstream::store::retry::{RetryPolicy, Retrying};
 use ckptstream::store::s3::S3Store;
@@ -18,7 +19,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::S3Server;
-use crate::support::s3_server::{BUCKET, has_credentials, in_environment};
+use crate::support::s3_server::{BUCKET, connect, has_credentials, in_environment};
 use crate::support::scene::{Scene, assert_failed};
 
 fn key(text: &str) -> Key {
@@ -341,8 +342,10 @@ async fn listings(store: &dyn Store) {
 /// Limits that a test can wait for.
 fn config(endpoint: &str, prefix: &str) -> StoreConfig {
     StoreConfig {
-        bucket: BUCKET.to_owned(),
-        prefix: prefix.to_owned(),
+        place: StorePlace::Bucket {
+            bucket: BUCKET.to_owned(),
+            prefix: prefix.to_owned(),
+        },
         endpoint: Some(endpoint.to_owned()),
         region: None,
         path_style: true,
@@ -380,20 +383,34 @@ async fn memory_keeps_the_contract() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_directory_keeps_the_contract() {
+    let root = tempfile::tempdir().unwrap();
+    contract(&FileStore::open(root.path()).unwrap()).await;
+    let other = tempfile::tempdir().unwrap();
+    contract(&patient(FileStore::open(other.path()).unwrap()).0).await;
+    // Whoever reads there must not take it for a store without images.
+    let refused = FileStore::open(&root.path().join("not mounted"));
+    assert!(
+        matches!(refused, Err(StoreError::Refused { .. })),
+        "{refused:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn s3_keeps_the_contract() {
     if !has_credentials("store_contract::s3_keeps_the_contract") {
         return;
     }
     let server = S3Server::start(&[]);
     let plain = config(&server.endpoint, "some/prefix");
-    contract(&S3Store::connect(&plain).await.unwrap()).await;
+    contract(&connect(&plain).await.unwrap()).await;
     let unprefixed = config(&server.endpoint, "");
-    contract(&patient(S3Store::connect(&unprefixed).await.unwrap()).0).await;
+    contract(&patient(connect(&unprefixed).await.unwrap()).0).await;
     let signed = StoreConfig {
         sign_payload: true,
         ..config(&server.endpoint, "signed")
     };
-    contract(&S3Store::connect(&signed).await.unwrap()).await;
+    contract(&connect(&signed).await.unwrap()).await;
 }
 
 /// Against a server of one's own: `CKPTSTREAM_TEST_S3_ENDPOINT`, with an empty bucket `images` and the usual test keys.
@@ -410,7 +427,7 @@ async fn another_s3_keeps_the_contract() {
             sign_payload,
             ..config(&endpoint, &prefix)
         };
-        contract(&S3Store::connect(&config).await.unwrap()).await;
+        contract(&connect(&config).await.unwrap()).await;
     }
 }
 
@@ -419,10 +436,8 @@ fn lenient(extra_args: &[&str]) -> S3Server {
     S3Server::start(&[&["--min-part", "1KiB"], extra_args].concat())
 }
 
-async fn connect(server: &S3Server) -> S3Store {
-    S3Store::connect(&config(&server.endpoint, "p"))
-        .await
-        .unwrap()
+async fn client(server: &S3Server) -> S3Store {
+    connect(&config(&server.endpoint, "p")).await.unwrap()
 }
 
 /// Every request that the product makes, once, under keys that start with `name`; each answer is checked.
@@ -463,7 +478,7 @@ async fn passing_faults_are_not_seen() {
         "DeleteObject",
     ];
     let server = lenient(&[]);
-    let (store, meter) = patient(connect(&server).await);
+    let (store, meter) = patient(client(&server).await);
     let cases = [
         (&ALL[..], json!({"status": 503, "code": "SlowDown"})),
         (&ALL, json!({"status": 500, "code": "InternalError"})),
@@ -560,7 +575,7 @@ async fn refusals_are_final_and_say_what_helps() {
         return;
     }
     let server = lenient(&[]);
-    let (store, meter) = patient(connect(&server).await);
+    let (store, meter) = patient(client(&server).await);
     let missing = "A header you provided implies functionality that is not implemented: x-amz-checksum-crc64nvme";
     let region = json!({"x-amz-bucket-region": "eu-west-1"});
     for (operation, action, says) in [
@@ -650,7 +665,7 @@ async fn a_chain_of_errors_tells_each_thing_once() {
         pause_first: Duration::from_millis(5),
         ..RetryPolicy::new(Duration::from_millis(50))
     };
-    let inner = Arc::new(connect(&server).await);
+    let inner = Arc::new(client(&server).await);
     let store = Retrying::new(inner, policy, CancellationToken::new(), Meter::new());
     let action = json!({"status": 500, "code": "InternalError", "message": "we are sorry"});
     server.set_rules(&json!([{"op": "*", "always": true, "action": action}]));
@@ -682,16 +697,19 @@ async fn only_the_stores_own_word_proves_absence() {
         return;
     }
     let server = lenient(&[]);
-    let store = connect(&server).await;
+    let store = client(&server).await;
     server.set_rules(&json!([{"op": "GetObject", "always": true, "action": {"status": 404, "body": "<html>gateway</html>"}}]));
     let read = store.get(&key("absent"), 10).await;
     assert!(read.is_err(), "{read:?}");
     let elsewhere = StoreConfig {
-        bucket: "no-such-bucket".to_owned(),
+        place: StorePlace::Bucket {
+            bucket: "no-such-bucket".to_owned(),
+            prefix: "p".to_owned(),
+        },
         ..config(&server.endpoint, "")
     };
     server.set_rules(&json!([]));
-    let read = S3Store::connect(&elsewhere)
+    let read = connect(&elsewhere)
         .await
         .unwrap()
         .get(&key("absent"), 10)
@@ -740,7 +758,7 @@ async fn requests_carry_what_they_must_and_nothing_else() {
         (&signed, vec![without.clone(), unsigned.clone()]),
     ] {
         server.set_rules(&json!([&unwanted[..], &rules].concat()));
-        every_request(&S3Store::connect(config).await.unwrap(), "it").await;
+        every_request(&connect(config).await.unwrap(), "it").await;
     }
     // The rules do bite.
     for (config, rule) in [
@@ -751,7 +769,7 @@ async fn requests_carry_what_they_must_and_nothing_else() {
         (&no_checksum, with_md5),
     ] {
         server.set_rules(&json!([rule]));
-        let store = S3Store::connect(config).await.unwrap();
+        let store = connect(config).await.unwrap();
         assert!(
             store
                 .put_if_absent(&key("bitten"), noise(10, 1))
@@ -767,7 +785,7 @@ async fn composite_checksums_are_not_compared() {
         return;
     }
     let server = lenient(&[]);
-    let store = connect(&server).await;
+    let store = client(&server).await;
     let here = key("object");
     upload(&store, &here, &[noise(5000, 1)]).await.unwrap();
     let full = store.head(&here).await.unwrap().unwrap();
@@ -806,7 +824,7 @@ async fn a_stall_ends_and_a_slow_line_does_not() {
     };
 
     // Five seconds of bytes, under a limit of two.
-    let slow = S3Store::connect(&short_limits(Duration::from_secs(2)))
+    let slow = connect(&short_limits(Duration::from_secs(2)))
         .await
         .unwrap();
     upload(&slow, &key("slow"), std::slice::from_ref(&long))
@@ -814,14 +832,14 @@ async fn a_stall_ends_and_a_slow_line_does_not() {
         .unwrap();
 
     // A frame table: two seconds of bytes, under a flat limit of one and a half.
-    let slow = S3Store::connect(&short_limits(Duration::from_millis(1500)))
+    let slow = connect(&short_limits(Duration::from_millis(1500)))
         .await
         .unwrap();
     let table = long.slice(..16 << 20);
     let put = slow.put_if_absent(&key("table"), table.clone()).await;
     assert_eq!(put.unwrap(), PutOutcome::Created);
 
-    let store = S3Store::connect(&short_limits(Duration::from_millis(400)))
+    let store = connect(&short_limits(Duration::from_millis(400)))
         .await
         .unwrap();
     server.set_rules(&json!([
@@ -885,7 +903,7 @@ async fn a_server_that_is_not_there_is_a_passing_fault() {
         return;
     }
     let endpoint = lenient(&[]).endpoint.clone();
-    let store = S3Store::connect(&config(&endpoint, "p")).await.unwrap();
+    let store = connect(&config(&endpoint, "p")).await.unwrap();
     let error = store.head(&key("object")).await.unwrap_err();
     assert!(
         matches!(
@@ -911,7 +929,7 @@ async fn missing_credentials_are_told_at_once() {
         return;
     }
     // Nothing listens there: the store itself is not asked.
-    let error = S3Store::connect(&config("http://127.0.0.1:9", "p"))
+    let error = connect(&config("http://127.0.0.1:9", "p"))
         .await
         .unwrap_err();
     assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
@@ -920,7 +938,7 @@ async fn missing_credentials_are_told_at_once() {
         endpoint: None,
         ..config("", "p")
     };
-    let error = S3Store::connect(&no_region).await.unwrap_err();
+    let error = connect(&no_region).await.unwrap_err();
     assert!(error.to_string().contains("store.region"), "{error}");
 }
 
@@ -933,7 +951,7 @@ async fn a_host_that_is_not_known_points_at_path_style() {
         path_style: false,
         ..config("http://store.invalid:9000", "p")
     };
-    let error = S3Store::connect(&hosted)
+    let error = connect(&hosted)
         .await
         .unwrap()
         .head(&key("object"))

@@ -83,10 +83,10 @@ impl Case {
         let frame_count = self.threads + 1 + self.to_lend;
         let pack_count = (lanes.len() + 1) * PART_LEN.div_ceil(PACK_LEN);
         let encoders = (0..self.threads).map(|_| Encoder::new(Settings::default()).unwrap());
+        let mut encoders: Vec<_> = encoders.collect();
         let resources = SaveResources {
             store: store.clone(),
             runtime: runtime.handle().clone(),
-            encoders: encoders.collect(),
             chunk_len: CHUNK_LEN as u64,
             frame_buffers: BufferPool::new(frame_count, frame_len, None).unwrap(),
             part_len: PART_LEN,
@@ -99,7 +99,7 @@ impl Case {
             resources.pack_buffers.clone(),
         ];
         let rings: Vec<_> = lanes.iter().map(|lane| lane.ring.clone()).collect();
-        let saved = save(lanes, resources).unwrap();
+        let saved = save(lanes, &mut encoders, resources).unwrap();
         for lane in &saved.lanes {
             // The store refuses what is not as long, or does not have the checksum, that it is said to have.
             let parts = &lane.parts;

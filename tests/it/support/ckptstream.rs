@@ -2,6 +2,7 @@
 
 use std::process::{Command, Output};
 
+use ckptstream::failpoint::VARIABLE;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -15,6 +16,8 @@ pub(crate) struct Ckptstream {
     endpoint: String,
     job: String,
     node: Option<Node>,
+    /// `POINT=ACTION`, or nothing.
+    failpoint: Option<String>,
     /// Holds the configuration file.
     dir: TempDir,
 }
@@ -38,6 +41,7 @@ impl Ckptstream {
             endpoint: server.endpoint.clone(),
             job: job.to_owned(),
             node: None,
+            failpoint: None,
             dir,
         };
         this.config("")
@@ -46,6 +50,12 @@ impl Ckptstream {
     /// On this node.
     pub(crate) fn on(mut self, node: &Node) -> Self {
         self.node = Some(node.clone());
+        self
+    }
+
+    /// Dies there: `POINT=ACTION`.
+    pub(crate) fn dying_at(mut self, failpoint: &str) -> Self {
+        self.failpoint = Some(failpoint.to_owned());
         self
     }
 
@@ -68,6 +78,9 @@ impl Ckptstream {
             .envs(ENVIRONMENT);
         if let Some(node) = &self.node {
             node.apply(&mut command);
+        }
+        if let Some(failpoint) = &self.failpoint {
+            command.env(VARIABLE, failpoint);
         }
         command
     }

@@ -14,7 +14,7 @@ pub(crate) mod target;
 pub(crate) use ckptstream::{Ckptstream, Run};
 pub(crate) use node::Node;
 pub(crate) use s3_server::S3Server;
-pub(crate) use target::Target;
+pub(crate) use target::{Target, step_of};
 
 /// The XXH3-128 of bytes as 32 hex digits, as [`Target`] prints it of all its GPU memory, GPU after GPU.
 pub(crate) fn digest(bytes: &[u8]) -> String {

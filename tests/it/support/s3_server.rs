@@ -4,6 +4,9 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
+use ckptstream::config::{StoreConfig, StorePlace};
+use ckptstream::store::StoreError;
+use ckptstream::store::s3::S3Store;
 use tempfile::TempDir;
 
 /// The bucket that every server has.
@@ -18,6 +21,14 @@ pub(crate) const ENVIRONMENT: [(&str, &str); 6] = [
     ("AWS_CONFIG_FILE", "/dev/null"),
     ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null"),
 ];
+
+/// A client of this store's.
+pub(crate) async fn connect(config: &StoreConfig) -> Result<S3Store, StoreError> {
+    let StorePlace::Bucket { bucket, prefix } = &config.place else {
+        panic!("not a bucket: {config:?}");
+    };
+    S3Store::connect(config, bucket, prefix).await
+}
 
 /// A running server; dropping it ends it.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::process::PATIENCE;
-use super::s3_server::BUCKET;
+use super::s3_server::{BUCKET, connect};
 use super::{Ckptstream, Node, Run, S3Server, Target, json_lines};
 
 /// The job on the node: 4 chunks per GPU, which compress to less than one part.
@@ -90,7 +90,7 @@ impl Scene {
             ..Overrides::default()
         };
         let config = StoreConfig::resolve(&overrides, &RawConfig::default());
-        let store = S3Store::connect(&config.expect("a store")).await;
+        let store = connect(&config.expect("a store")).await;
         store.expect("a client")
     }
 
@@ -216,7 +216,12 @@ impl Watched {
     /// Waits until it says that it is in this phase.
     pub(crate) fn until_phase(&self, phase: &str) {
         let line = format!("s {phase}\n");
-        until(|| self.text("stderr").contains(&line));
+        let started = Instant::now();
+        while !self.text("stderr").contains(&line) {
+            let stderr = self.text("stderr");
+            assert!(started.elapsed() < PATIENCE, "no phase {phase}: {stderr}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     /// Sends a signal, by the name that the shell's `kill` knows.

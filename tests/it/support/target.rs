@@ -135,7 +135,7 @@ impl Target {
 }
 
 /// K of `step K digest D`.
-fn step_of(line: &str) -> u64 {
+pub(crate) fn step_of(line: &str) -> u64 {
     let number = line
         .strip_prefix("step ")
         .and_then(|rest| rest.split(' ').next());

@@ -1,0 +1,347 @@
+//! The second place: where a save goes when the store does not take it in time.
+//!
+//! In: a directory from the configuration, the GPUs' memory in use, the deadline. Out, before the lock: room set aside for the worst case, and the moment until which the store may be tried; after a failure: the
+//! save sealed there, read back past the page cache. What can fail: no room, no disk, no time. Before the lock that turns the spill off, with a warning; afterwards it is told beside the failure that
+//! it was to mend.
+//!
+//! | we die | what exists |
+//! |---|---|
+//! | before `sealed.json` has its name | files that nobody takes for a save; the next save there sweeps them away |
+//! | after it | a sealed save, which `resume` finishes |
+
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+
+use super::attempt::{Attempt, OpenUpload, object_key};
+use super::commit::{Written, write_manifest};
+use super::memory::Memory;
+use super::{expect_still, land};
+use crate::config::{JobName, SpillConfig, Survives};
+use crate::driver::{CheckpointingProcess, Driver, DriverError, ProcessState};
+use crate::failpoint;
+use crate::manifest::spilled_manifest_key;
+use crate::pipeline;
+use crate::sealed::{self, SPILL_DIRECTORY, Sealed, SealedError};
+use crate::session::Session;
+use crate::store::file::{Claim, FileStore};
+use crate::store::retry::{RetryPolicy, Retrying};
+use crate::store::{PutOutcome, Store, StoreError};
+use crate::target::Target;
+
+/// Bytes that are written to learn the disk's rate: enough for more than one of its own buffers.
+const MEASURED_LEN: usize = 64 << 20;
+/// A disk is taken to be this much slower than it was measured: it was measured once, and is read back too.
+const SLOWER: f64 = 2.5;
+/// Bytes that a thread codes in a second, at least, beside the copies.
+const CODED_RATE: f64 = 5e8;
+/// For what does not grow with the bytes.
+const OVERHEAD: Duration = Duration::from_secs(2);
+/// Frames, headers and tables may take this much more than the raw bytes, one part in so many.
+const SLACK_SHARE: u64 = 64;
+const SLACK_MIN: u64 = 64 << 20;
+/// A disk that does not answer for so long is given up.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Room for one save.
+pub(super) struct Spill {
+    store: Arc<Retrying<FileStore>>,
+    uploads: Vec<OpenUpload>,
+    survives: Survives,
+    /// Nobody else has the job's part of the spill.
+    _claim: Claim,
+}
+
+/// Why there is no spill.
+#[derive(Debug, thiserror::Error)]
+enum SpillError {
+    #[error("no room could be set aside in {path}")]
+    Store {
+        path: String,
+        #[source]
+        source: StoreError,
+    },
+    #[error("a key of this save is not legal")]
+    Key(#[from] crate::store::BadKey),
+    #[error("the GPUs' memory in use cannot be looked up")]
+    Driver(#[from] DriverError),
+    #[error("another save or resume of job {job} uses {path}")]
+    InUse { path: String, job: String },
+    #[error("{path} does not answer")]
+    Hangs { path: String },
+    #[error("what an earlier save left cannot be looked at")]
+    Left(#[from] SealedError),
+    #[error("{path} would need {needed:.0?} and the deadline leaves {left:.0?}")]
+    TooSlow {
+        path: String,
+        needed: Duration,
+        left: Duration,
+    },
+}
+
+impl Spill {
+    /// Sets room aside, if a spill is configured, and tells the store until when it may try. Without room the save goes on, and says that it has no second place.
+    pub(super) fn prepare(
+        session: &Session,
+        driver: &Driver,
+        target: &Target,
+        attempt: &Attempt,
+    ) -> Option<Self> {
+        let config = session.config.spill.as_ref()?;
+        let path = || config.path.display().to_string();
+        let reserved = session.wait(async {
+            let mut uploads = Vec::new();
+            let reserving = Self::reserve(session, config, driver, target, attempt, &mut uploads);
+            // A disk that hangs must not hold up a save that the store would take.
+            match tokio::time::timeout(PATIENCE, reserving).await {
+                Ok(Ok((disk, claim))) => Ok((disk, claim, uploads)),
+                Ok(Err((error, disk))) => {
+                    for open in disk
+                        .iter()
+                        .flat_map(|disk| uploads.iter().map(move |open| (disk, open)))
+                    {
+                        let (disk, OpenUpload { key, upload, .. }) = open;
+                        // It is swept away by a later save at the latest.
+                        let _given_back = disk.abort_upload(key, upload).await;
+                    }
+                    Err(error)
+                }
+                Err(_elapsed) => Err(SpillError::Hangs { path: path() }),
+            }
+        });
+        let (disk, claim, uploads) = match reserved {
+            Ok(reserved) => reserved,
+            Err(error) => {
+                let why = crate::error::chain(&error).join(": ");
+                tracing::warn!("there is no spill: {why}");
+                return None;
+            }
+        };
+        let store = Retrying::new(
+            disk,
+            RetryPolicy::new(PATIENCE),
+            CancellationToken::new(),
+            Arc::clone(&session.meter),
+        );
+        if let Some(deadline) = session.deadline {
+            store.set_deadline(deadline);
+        }
+        failpoint::pass("spill:room set aside");
+        Some(Self {
+            store: Arc::new(store),
+            uploads,
+            survives: config.survives,
+            _claim: claim,
+        })
+    }
+
+    /// An error comes with the disk, if that could be opened, on which these `uploads` are to be given back.
+    async fn reserve(
+        session: &Session,
+        config: &SpillConfig,
+        driver: &Driver,
+        target: &Target,
+        attempt: &Attempt,
+        uploads: &mut Vec<OpenUpload>,
+    ) -> Result<(Arc<FileStore>, Claim), (SpillError, Option<Arc<FileStore>>)> {
+        let path = || config.path.display().to_string();
+        let failed = |source| SpillError::Store {
+            path: path(),
+            source,
+        };
+        let (above, job) = (config.path.clone(), &session.config.job);
+        let opened =
+            tokio::task::spawn_blocking(move || FileStore::open_below(&above, SPILL_DIRECTORY));
+        let disk = match opened.await {
+            Ok(Ok(disk)) => Arc::new(disk),
+            Ok(Err(error)) => return Err((failed(error), None)),
+            Err(_it_ended) => return Err((SpillError::Hangs { path: path() }, None)),
+        };
+        let reserved = async {
+            disk.sweep().await.map_err(failed)?;
+            let claim = disk.claim(job.as_str()).await.map_err(failed)?;
+            let claim = claim.ok_or_else(|| SpillError::InUse {
+                path: path(),
+                job: job.to_string(),
+            })?;
+            remove_unsealed(&*disk, job).await?;
+            let used = used_memory(driver)?;
+            let in_all = used.iter().copied().fold(0, u64::saturating_add);
+            for (device, (gpu, used)) in driver.devices().iter().zip(&used).enumerate() {
+                let key = object_key(job, &attempt.nonce, target, gpu)?;
+                let upload = disk.begin_upload(&key).await.map_err(failed)?;
+                uploads.push(OpenUpload {
+                    device,
+                    key: key.clone(),
+                    upload: upload.clone(),
+                });
+                let reserved = disk.reserve(&key, &upload, with_slack(*used), in_all).await;
+                reserved.map_err(failed)?;
+            }
+            if let Some(deadline) = session.deadline {
+                let took = disk.measure(MEASURED_LEN).await.map_err(failed)?;
+                let needed = time_needed(in_all, took, session.config.pipeline.threads);
+                let left = deadline.saturating_duration_since(Instant::now());
+                // Half of it at least is for the store.
+                let latest = deadline.checked_sub(needed).filter(|_| needed * 2 <= left);
+                let latest = latest.ok_or_else(|| SpillError::TooSlow {
+                    path: path(),
+                    needed,
+                    left,
+                })?;
+                session.end_tries_at(latest);
+            }
+            Ok(claim)
+        };
+        match reserved.await {
+            Ok(claim) => Ok((disk, claim)),
+            Err(error) => Err((error, Some(disk))),
+        }
+    }
+
+    /// The target is locked, and its memory as large as it will be: sets aside what it took since.
+    pub(super) fn top_up(&self, session: &Session, driver: &Driver) {
+        let topped_up = session.wait(async {
+            let used = used_memory(driver)?;
+            let in_all = used.iter().copied().fold(0, u64::saturating_add);
+            for (open, used) in self.uploads.iter().zip(used) {
+                let disk = self.store.inner();
+                let reserved = disk.reserve(&open.key, &open.upload, with_slack(used), in_all);
+                reserved.await.map_err(|source| SpillError::Store {
+                    path: disk.describe(),
+                    source,
+                })?;
+            }
+            Ok::<_, SpillError>(())
+        });
+        if let Err(error) = topped_up {
+            let why = crate::error::chain(&error).join(": ");
+            tracing::warn!("the spill may be too small: {why}");
+        }
+    }
+
+    /// Seals the save: every GPU's memory is read once more, written, and read back from the disk.
+    pub(super) fn seal(
+        &self,
+        session: &Session,
+        driver: &Driver,
+        target: &Target,
+        attempt: &Attempt,
+        begun: &CheckpointingProcess,
+        memory: &mut Memory,
+    ) -> Result<(), Box<dyn Error + Send + Sync>> {
+        expect_still(driver, target, ProcessState::Checkpointing)?;
+        let store = Arc::clone(&self.store) as Arc<dyn Store>;
+        let (lanes, encoders, resources) = memory
+            .deal_out(session, begun, store, &self.uploads)
+            .ok_or("nothing was prepared for a second run")?;
+        let saved = pipeline::save(lanes, encoders, resources)?;
+        failpoint::pass("spill:all written");
+        let _tags = land(session, &*self.store, &saved.lanes)?;
+        failpoint::pass("spill:all landed");
+        expect_still(driver, target, ProcessState::Checkpointing)?;
+        let written = write_manifest(
+            session,
+            driver,
+            target,
+            (attempt, &self.uploads),
+            (&*self.store, spilled_manifest_key(&attempt.nonce)),
+            saved.lanes,
+        )?;
+        failpoint::pass("spill:manifest stored");
+        let Written { entry, .. } = written;
+        let sealed = Sealed {
+            format: sealed::FORMAT,
+            job: session.config.job.to_string(),
+            store: session.store.describe(),
+            next_slot: attempt.next_slot,
+            entry,
+        };
+        let key = Sealed::key(&session.config.job, &attempt.nonce)?;
+        match session.wait(self.store.put_if_absent(&key, sealed.encode()))? {
+            PutOutcome::Created => {
+                failpoint::pass("spill:sealed");
+                Ok(())
+            }
+            PutOutcome::AlreadyExists => Err(format!("{key} exists already").into()),
+        }
+    }
+
+    /// What a person has to know about a sealed save.
+    pub(super) fn note(&self, path: &Path) -> String {
+        let path = path.display();
+        match self.survives {
+            Survives::Node => format!("the save is sealed in {path}"),
+            Survives::Process => {
+                format!("the save is sealed in {path}; resume it before this node goes away")
+            }
+        }
+    }
+
+    /// Gives the room back.
+    pub(super) fn give_back(&self, session: &Session) {
+        for open in &self.uploads {
+            let given_back = session.wait(self.store.abort_upload(&open.key, &open.upload));
+            if let Err(error) = given_back {
+                let why = crate::error::chain(&error).join(": ");
+                tracing::warn!("room in the spill was not given back: {why}");
+            }
+        }
+    }
+}
+
+/// Removes what earlier saves of the job left that died before they were sealed. Sealed ones stay for `resume`, which is told.
+async fn remove_unsealed(disk: &dyn Store, job: &JobName) -> Result<(), SealedError> {
+    for attempt in disk.list_dirs(&format!("{job}/data/")).await? {
+        if Sealed::read(disk, job, &attempt).await?.is_some() {
+            tracing::warn!(
+                "a sealed save of job {job} waits in the spill; run `ckptstream resume`"
+            );
+            continue;
+        }
+        for left in disk.list(&format!("{job}/data/{attempt}/")).await? {
+            disk.delete(&left.key).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes in use of each GPU.
+fn used_memory(driver: &Driver) -> Result<Vec<u64>, DriverError> {
+    let devices = 0..driver.devices().len();
+    devices.map(|device| driver.used_memory(device)).collect()
+}
+
+/// The most that an object of so many raw bytes takes.
+fn with_slack(raw_len: u64) -> u64 {
+    raw_len.saturating_add(SLACK_MIN.max(raw_len / SLACK_SHARE))
+}
+
+/// Time for so many raw bytes, coded by so many threads, on a disk that wrote [`MEASURED_LEN`] in `took`, and for reading them back.
+#[expect(clippy::cast_precision_loss, reason = "an estimate")]
+fn time_needed(raw_len: u64, took: Duration, threads: u32) -> Duration {
+    let times = raw_len as f64 / MEASURED_LEN as f64;
+    let on_disk = took.mul_f64((times * SLOWER).min(1e6));
+    let coding = raw_len as f64 / (CODED_RATE * f64::from(threads.max(1)));
+    OVERHEAD + on_disk.max(Duration::from_secs_f64(coding.min(1e9)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slower_disk_and_more_bytes_need_more_time() {
+        let second = Duration::from_secs(1);
+        assert_eq!(time_needed(0, second, 1), OVERHEAD);
+        let needed = time_needed(4 * MEASURED_LEN as u64, second, 1);
+        assert_eq!(needed, OVERHEAD + Duration::from_secs(10));
+        // On a disk that is faster than the compressors.
+        let needed = time_needed(4_000_000_000, Duration::from_micros(1), 2);
+        assert_eq!(needed, OVERHEAD + Duration::from_secs(4));
+        assert!(time_needed(u64::MAX, second, 64) > Duration::from_secs(3600));
+    }
+}

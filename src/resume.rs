@@ -1,0 +1,481 @@
+//! The story of a save that was spilled: sealed on a disk → copied into the store → landed → committed → cleared away.
+//!
+//! In: the spill of the configuration, the store. Out: the image that the save was to make. No GPU, no driver, no target is needed: what has to be known of them was sealed. What exists if we fail:
+//!
+//! | step | image | spill | exit |
+//! |---|---|---|---|
+//! | read, check | nothing | whole | 7 (nothing is sealed there), 4 (the job went on elsewhere), 20 (damaged) |
+//! | copy, land, commit | nothing, or this one if the commit's answer was lost | whole | 11; 13 as long as the commit is unknown |
+//! | clear away | this one | what is left is cleared away by the next `resume` | 0 |
+//!
+//! Everything can be repeated: objects that have landed are not sent again, an entry that stands in the log is found there. Bytes are checked against what was sealed before an upload is completed.
+
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use tokio_util::sync::CancellationToken;
+
+use crate::codec::Crc64;
+use crate::config::SpillConfig;
+use crate::error::{ExitCode, Failure, Phase};
+use crate::failpoint;
+use crate::image::{Image, ImageError, ImageRef, LoadError, prove_landed};
+use crate::job_log::{CommitError, Entry, JobLog, LogError, append_image_unless};
+use crate::manifest::{FrameTable, Manifest, ManifestError, ObjectRecord};
+use crate::outcome::Outcome;
+use crate::phases::PhaseClock;
+use crate::pipeline::panic_message;
+use crate::plan::PART_COUNT_MAX;
+use crate::restore::outcome_of;
+use crate::sealed::{SPILL_DIRECTORY, Sealed, SealedError};
+use crate::session::Session;
+use crate::store::file::FileStore;
+use crate::store::retry::{RetryPolicy, Retrying};
+use crate::store::{BadKey, Key, PartBody, PartNumber, PutOutcome, Store, StoreError};
+
+/// Length of a part, unless the object would have too many of them.
+const PART_LEN: u64 = 16 << 20;
+/// Clean-up must not hold back the verdict for longer.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Parts in flight at most, each in memory of its own.
+const PARTS_IN_FLIGHT: usize = 8;
+
+/// Finishes every sealed save of the job that lies in the spill, the oldest first; the outcome is that of the last one.
+///
+/// # Errors
+/// A [`Failure`] with the code of the table above, and the cause.
+pub fn resume(session: &Session) -> Result<Outcome, Failure> {
+    let mut clock = PhaseClock::start(&session.meter, Phase::Read);
+    let Some(config) = &session.config.spill else {
+        let why = "no spill is configured; set spill.path in the configuration file";
+        return Err(Failure::new(ExitCode::Config, Phase::Config, why));
+    };
+    let work = AssertUnwindSafe(|| session.wait(finish_all(session, config, &mut clock)));
+    let done = catch_unwind(work).unwrap_or_else(|panic| {
+        let message = panic_message(panic.as_ref());
+        Err((clock.phase(), ResumeError::Panic { message }))
+    });
+    match done {
+        Ok(Some(image)) => Ok(outcome_of(session, &image, Vec::new(), clock.finish())),
+        Ok(None) => {
+            let (job, path) = (&session.config.job, config.path.display());
+            let why = format!("no save of job {job} is sealed in {path} (spill.path)");
+            Err(Failure::new(ExitCode::NothingToSave, Phase::Read, why))
+        }
+        // The entry may stand in the log.
+        Err((Phase::Commit, error @ ResumeError::Panic { .. })) => {
+            Err(Failure::new(ExitCode::CommitUnknown, Phase::Commit, error))
+        }
+        Err((phase, error)) => Err(Failure::new(error.code(), phase, error)),
+    }
+}
+
+/// Why a sealed save is not an image yet.
+#[derive(Debug, thiserror::Error)]
+enum ResumeError {
+    #[error("the spill cannot be used")]
+    Spill(#[source] StoreError),
+    #[error("another save or resume of job {job} uses the spill (spill.path)")]
+    InUse { job: String },
+    #[error("what lies in the spill is of no use")]
+    Sealed(#[from] SealedError),
+    #[error("the sealed manifest is of no use")]
+    Manifest(#[from] ManifestError),
+    #[error("{key} in the spill is damaged: {what}")]
+    Damaged { key: String, what: String },
+    #[error("a key of the sealed save is not legal")]
+    Key(#[from] BadKey),
+    #[error("the save was sealed for {sealed_for}, and the store is {here} (store.url)")]
+    Elsewhere { sealed_for: String, here: String },
+    #[error("the job's log cannot be read")]
+    Log(#[from] LogError),
+    #[error(
+        "slot {slot} of the job's log was taken since the save began: {what}; the sealed save would set the job back"
+    )]
+    Overtaken { slot: u64, what: String },
+    #[error("the sealed save is not in the store yet")]
+    Store(#[from] StoreError),
+    #[error("the sealed save has not landed")]
+    Landing(#[from] LoadError),
+    #[error("{key} exists in the store, with other bytes")]
+    Taken { key: String },
+    #[error("the image was not entered into the job's log")]
+    Commit(#[source] Box<CommitError>),
+    #[error("the image that was committed cannot be opened")]
+    Image(#[source] Box<ImageError>),
+    #[error("a panic, which is a defect of ckptstream: {message}")]
+    Panic { message: String },
+}
+
+impl ResumeError {
+    fn code(&self) -> ExitCode {
+        match self {
+            Self::Overtaken { .. } | Self::InUse { .. } => ExitCode::NotOurs,
+            Self::Commit(error) => match **error {
+                CommitError::Fenced { .. } => ExitCode::NotOurs,
+                CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
+                _ => ExitCode::Spilled,
+            },
+            Self::Sealed(SealedError::Store(_)) | Self::Spill(_) | Self::Elsewhere { .. } => {
+                ExitCode::Preflight
+            }
+            Self::Sealed(_)
+            | Self::Manifest(_)
+            | Self::Damaged { .. }
+            | Self::Key(_)
+            | Self::Taken { .. } => ExitCode::RestoreRefused,
+            Self::Log(_)
+            | Self::Store(_)
+            | Self::Landing(_)
+            | Self::Image(_)
+            | Self::Panic { .. } => ExitCode::Spilled,
+        }
+    }
+}
+
+/// Where the error belongs to.
+type Failed = (Phase, ResumeError);
+
+async fn finish_all(
+    session: &Session,
+    config: &SpillConfig,
+    clock: &mut PhaseClock,
+) -> Result<Option<Image>, Failed> {
+    let reading = |error| (Phase::Read, error);
+    let disk = FileStore::open_below(&config.path, SPILL_DIRECTORY);
+    let disk = disk.map_err(|error| reading(ResumeError::Spill(error)))?;
+    let job = &session.config.job;
+    let claimed = disk.claim(job.as_str()).await;
+    let claimed = claimed.map_err(|error| reading(ResumeError::Spill(error)))?;
+    let _claim = claimed.ok_or_else(|| {
+        let job = job.to_string();
+        reading(ResumeError::InUse { job })
+    })?;
+    let policy = RetryPolicy::new(session.config.store.retry_timeout);
+    let cancel: CancellationToken = session.cancel.clone();
+    let spill = Retrying::new(Arc::new(disk), policy, cancel, Arc::clone(&session.meter));
+    let mut sealed = Sealed::all(&spill, job)
+        .await
+        .map_err(|error| reading(error.into()))?;
+    sealed.sort_by_key(|sealed| (sealed.next_slot, sealed.entry.created_ms));
+    let mut finished = HashSet::new();
+    let (mut last, mut failed) = (None, None);
+    for sealed in &sealed {
+        let resuming = Resuming {
+            session,
+            spill: &spill,
+            sealed,
+            finished: &finished,
+        };
+        match resuming.finish(clock).await {
+            Ok(image) => {
+                finished.insert(image.attempt.clone());
+                last = Some(image);
+            }
+            // The others may be of use all the same; the first failure is told.
+            Err(error) => failed = failed.or(Some(error)),
+        }
+    }
+    failed.map_or(Ok(last), Err)
+}
+
+/// One sealed save on its way.
+struct Resuming<'a> {
+    session: &'a Session,
+    spill: &'a dyn Store,
+    sealed: &'a Sealed,
+    /// Attempts that were sealed here too, before this one, and are images now.
+    finished: &'a HashSet<String>,
+}
+
+impl Resuming<'_> {
+    async fn finish(&self, clock: &mut PhaseClock) -> Result<Image, Failed> {
+        let job = &self.session.config.job;
+        let store = &*self.session.store;
+        let entry = &self.sealed.entry;
+        clock.enter(Phase::Read);
+        let reading = |error| (Phase::Read, error);
+        let here = self.session.store.describe();
+        if here != self.sealed.store {
+            let sealed_for = self.sealed.store.clone();
+            return Err(reading(ResumeError::Elsewhere { sealed_for, here }));
+        }
+        let log = JobLog::read(store, job)
+            .await
+            .map_err(|error| reading(error.into()))?;
+        failpoint::pass("resume:read");
+        let known = log.entries().find_map(|(slot, there)| match there {
+            Entry::Image(image) if image.attempt == entry.attempt => Some(slot),
+            _ => None,
+        });
+        let generation = match known {
+            Some(slot) => slot,
+            None => {
+                self.not_overtaken(&log).map_err(reading)?;
+                let (manifest, encoded) = self.manifest().await.map_err(reading)?;
+                clock.enter(Phase::Stream);
+                self.send_all(&manifest)
+                    .await
+                    .map_err(|error| (Phase::Stream, error))?;
+                clock.enter(Phase::Commit);
+                self.enter(encoded)
+                    .await
+                    .map_err(|error| (Phase::Commit, error))?
+            }
+        };
+        failpoint::pass("resume:entered");
+        let opened = Image::open(store, job, ImageRef::Generation(generation)).await;
+        let (image, _) =
+            opened.map_err(|error| (Phase::Commit, ResumeError::Image(Box::new(error))))?;
+        if let Err(error) = self.clear_away().await {
+            let why = crate::error::chain(&error).join(": ");
+            tracing::warn!(
+                "the image is committed, but the spill could not be cleared away: {why}"
+            );
+        }
+        Ok(image)
+    }
+
+    /// Every object and frame table.
+    async fn send_all(&self, manifest: &Manifest) -> Result<(), ResumeError> {
+        let mut tables = Vec::new();
+        for extent in manifest.extents() {
+            let table = self.small(&extent.table.key, extent.table.len).await?;
+            FrameTable::decode_and_verify(&table, &extent.table, extent)?;
+            tables.push(table);
+        }
+        for (extent, table) in manifest.extents().zip(tables) {
+            self.send(&extent.object).await?;
+            self.put(&extent.table.key, table).await?;
+            failpoint::pass("resume:table stored");
+        }
+        Ok(())
+    }
+
+    /// The manifest, and the one entry that makes the image. Its generation.
+    async fn enter(&self, manifest: Bytes) -> Result<u64, ResumeError> {
+        let entry = &self.sealed.entry;
+        self.put(&entry.manifest_key, manifest).await?;
+        failpoint::pass("resume:manifest stored");
+        let (store, job) = (&*self.session.store, &self.session.config.job);
+        // Slots that were taken while objects were copied count as those before.
+        let in_the_way = |there: &Entry| self.is_in_the_way(there);
+        let slot = self.sealed.next_slot;
+        let entered = append_image_unless(store, job, slot, entry, &in_the_way).await;
+        entered.map_err(|error| ResumeError::Commit(Box::new(error)))
+    }
+
+    /// The manifest, and its bytes.
+    async fn manifest(&self) -> Result<(Manifest, Bytes), ResumeError> {
+        let entry = &self.sealed.entry;
+        let bytes = self.small(&entry.manifest_key, entry.manifest_len).await?;
+        let found = crate::manifest::digest_of(&bytes);
+        if found != entry.manifest_digest {
+            return Err(ResumeError::Damaged {
+                key: entry.manifest_key.clone(),
+                what: format!("digest {found}, sealed with {}", entry.manifest_digest),
+            });
+        }
+        let job = self.session.config.job.as_str();
+        let manifest = Manifest::decode_and_verify(&bytes, job, &entry.attempt)?;
+        Ok((manifest, bytes))
+    }
+
+    /// Who took a slot since the save began may have gone on with the job from an older image.
+    fn is_in_the_way(&self, there: &Entry) -> bool {
+        match there {
+            Entry::Dropped { attempt, .. } => *attempt == self.sealed.entry.attempt,
+            Entry::Image(image) => !self.finished.contains(&image.attempt),
+            Entry::Bad { .. } => false,
+            _ => true,
+        }
+    }
+
+    fn not_overtaken(&self, log: &JobLog) -> Result<(), ResumeError> {
+        let mut since = log
+            .entries()
+            .filter(|(slot, _)| *slot >= self.sealed.next_slot);
+        match since.find(|(_, there)| self.is_in_the_way(there)) {
+            Some((slot, there)) => {
+                let what = there.describe();
+                Err(ResumeError::Overtaken { slot, what })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// A whole small object of the spill.
+    async fn small(&self, key: &str, len: u64) -> Result<Bytes, ResumeError> {
+        let damaged = |what: String| ResumeError::Damaged {
+            key: key.to_owned(),
+            what,
+        };
+        let here = Key::of_job(&self.session.config.job, key)?;
+        let len_max = usize::try_from(len).unwrap_or(usize::MAX);
+        match self.spill.get(&here, len_max).await {
+            Ok(Some(bytes)) if bytes.len() as u64 == len => Ok(bytes),
+            Ok(Some(bytes)) => Err(damaged(format!("{} bytes, sealed with {len}", bytes.len()))),
+            Ok(None) => Err(damaged("it is not there".to_owned())),
+            Err(error) if error.is_about_the_object() => Err(damaged(error.to_string())),
+            Err(error) => Err(ResumeError::Spill(error)),
+        }
+    }
+
+    /// Creates an object, or finds the very same.
+    async fn put(&self, key: &str, bytes: Bytes) -> Result<(), ResumeError> {
+        let store = &*self.session.store;
+        let there = Key::of_job(&self.session.config.job, key)?;
+        if store.put_if_absent(&there, bytes.clone()).await? == PutOutcome::Created {
+            return Ok(());
+        }
+        match store.get(&there, bytes.len()).await {
+            Ok(Some(found)) if found == bytes => Ok(()),
+            Ok(_) | Err(StoreError::Mismatch { .. }) => Err(ResumeError::Taken {
+                key: there.to_string(),
+            }),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Copies a data object into the store, unless it has landed there.
+    async fn send(&self, object: &ObjectRecord) -> Result<(), ResumeError> {
+        let store = &*self.session.store;
+        let key = Key::of_job(&self.session.config.job, &object.key)?;
+        if store.head(&key).await?.is_some() {
+            prove_landed(store, &key, object.len, object.crc64).await?;
+            return Ok(());
+        }
+        let part_len = part_len(object.len, self.session.config.store.part_size);
+        let upload = store.begin_upload(&key).await?;
+        failpoint::pass("resume:upload open");
+        let numbers = 1..=object.len.div_ceil(part_len).max(1);
+        let parts = stream::iter(numbers).map(|number| {
+            let (key, upload) = (&key, &upload);
+            async move {
+                let start = (number - 1) * part_len;
+                let end = (start + part_len).min(object.len);
+                let bytes = self.range(key, start, end).await?;
+                let crc64 = Crc64::of(&bytes);
+                let body = PartBody::new(vec![bytes], crc64.value());
+                let number = PartNumber::new(number).ok_or_else(|| ResumeError::Damaged {
+                    key: key.to_string(),
+                    what: format!("{} bytes are more than {PART_COUNT_MAX} parts", object.len),
+                })?;
+                let receipt = store.put_part(key, upload, number, body).await?;
+                failpoint::pass("resume:part acknowledged");
+                Ok::<_, ResumeError>(receipt)
+            }
+        });
+        let budget = self.session.config.pipeline.memory_budget / 2;
+        let fit = usize::try_from(budget / part_len).unwrap_or(PARTS_IN_FLIGHT);
+        let sent = parts
+            .buffered(fit.clamp(1, PARTS_IN_FLIGHT))
+            .try_collect::<Vec<_>>()
+            .await;
+        let checked = sent.and_then(|receipts| {
+            let sum = receipts.iter().fold(Crc64::EMPTY, |sum, part| {
+                sum.combine(Crc64::from_value(part.crc64), part.len)
+            });
+            if sum == object.crc64 {
+                return Ok(receipts);
+            }
+            Err(ResumeError::Damaged {
+                key: object.key.clone(),
+                what: format!("CRC64NVME {sum}, sealed with {}", object.crc64),
+            })
+        });
+        let crc64 = object.crc64.value();
+        let completed = match checked {
+            Ok(receipts) => store
+                .complete_upload(&key, &upload, &receipts, object.len, crc64)
+                .await
+                .map_err(ResumeError::from),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = completed {
+            // One that was completed after all is left alone by this.
+            // Also after a signal, which ends the calls of the other store.
+            let aborted = self.session.store_after_begin.abort_upload(&key, &upload);
+            let why = match tokio::time::timeout(ABORT_TIMEOUT, aborted).await {
+                Ok(Ok(())) => None,
+                Ok(Err(left)) => Some(crate::error::chain(&left).join(": ")),
+                Err(_elapsed) => Some(format!("no answer within {ABORT_TIMEOUT:?}")),
+            };
+            if let Some(why) = why {
+                tracing::warn!("an unfinished upload stays in the store: {why}");
+            }
+            return Err(error);
+        }
+        failpoint::pass("resume:upload completed");
+        prove_landed(store, &key, object.len, object.crc64).await?;
+        failpoint::pass("resume:object landed");
+        Ok(())
+    }
+
+    async fn range(&self, key: &Key, start: u64, end: u64) -> Result<Bytes, ResumeError> {
+        let mut bytes = vec![0; usize::try_from(end - start).unwrap_or(usize::MAX)];
+        let read = self
+            .spill
+            .get_range(key, start..end, None, &mut bytes)
+            .await;
+        match read {
+            Ok(()) => Ok(Bytes::from(bytes)),
+            Err(error) if error.is_about_the_object() => Err(ResumeError::Damaged {
+                key: key.to_string(),
+                what: error.to_string(),
+            }),
+            Err(error) => Err(ResumeError::Spill(error)),
+        }
+    }
+
+    /// The save is in the store: removes it here. What says that it is sealed goes last, so that a `resume` that dies on the way is followed by one that goes on.
+    async fn clear_away(&self) -> Result<(), StoreError> {
+        let entry = &self.sealed.entry;
+        let prefix = format!("{}/data/{}/", self.session.config.job, entry.attempt);
+        let sealed = format!("{prefix}sealed.json");
+        let left = self.spill.list(&prefix).await?;
+        let (last, first): (Vec<_>, Vec<_>) =
+            left.iter().partition(|left| left.key.as_str() == sealed);
+        for left in first {
+            self.spill.delete(&left.key).await?;
+        }
+        failpoint::pass("resume:cleared away");
+        for left in last {
+            self.spill.delete(&left.key).await?;
+        }
+        failpoint::pass("resume:unsealed");
+        Ok(())
+    }
+}
+
+/// Bytes of every part but the last.
+fn part_len(object_len: u64, set: Option<u64>) -> u64 {
+    let least = object_len
+        .div_ceil(PART_COUNT_MAX)
+        .next_multiple_of(1 << 20);
+    set.unwrap_or(PART_LEN).max(least)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_object_has_too_many_parts() {
+        for (len, set) in [
+            (0, None),
+            (1, None),
+            (141 << 30, None),
+            (5 << 40, None),
+            (1 << 30, Some(5 << 20)),
+        ] {
+            let part_len = part_len(len, set);
+            assert!(len.div_ceil(part_len) <= PART_COUNT_MAX, "{len}");
+            assert!(part_len >= set.unwrap_or(PART_LEN));
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! A save that is whole but not committed: what lies in the spill, and how `resume` finds it.
+//!
+//! In and out: `<job>/data/<attempt>/sealed.json` in the spill, beside the very objects, frame tables and manifest that the store would have. Reading trusts nothing: the entry that it would commit is
+//! checked as one from the log is, and the manifest's digest covers the rest. What can fail: the store; bytes that are no such file ([`SealedError`]).
+//!
+//! A sealed save is no image: nothing but `resume` reads it, and only the commit that `resume` makes brings the image into being.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::config::JobName;
+use crate::job_log::ImageEntry;
+use crate::store::{BadKey, Key, Store, StoreError};
+
+/// Directory below `spill.path` that holds the sealed saves of all jobs. No job can have this name, so it is apart from the images of a store in the same directory.
+pub const SPILL_DIRECTORY: &str = "spill~";
+
+/// Version of the file that this build writes and reads.
+pub const FORMAT: u32 = 1;
+
+/// Most bytes of the file, 64 KiB.
+pub const SEALED_LEN_MAX: usize = 64 << 10;
+
+/// What stands in `sealed.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sealed {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// The job.
+    pub job: String,
+    /// Where the image was to be kept, for people.
+    pub store: String,
+    /// First free slot of the job's log when the save began: whoever has taken one since may have taken the job.
+    pub next_slot: u64,
+    /// The entry that commits the image.
+    pub entry: ImageEntry,
+}
+
+/// A file in the spill cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SealedError {
+    /// The spill cannot be read.
+    #[error("the spill cannot be read")]
+    Store(#[from] StoreError),
+    /// A name that makes no key.
+    #[error("the sealed save has no place in the spill")]
+    Key(#[from] BadKey),
+    /// Not JSON, or not this JSON.
+    #[error("{key} is not well formed")]
+    Malformed {
+        /// The file.
+        key: String,
+        /// Where and why.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// Something in it cannot be.
+    #[error("{key}: {what}")]
+    Flaw {
+        /// The file.
+        key: String,
+        /// What.
+        what: String,
+    },
+}
+
+impl Sealed {
+    /// Its key: the last thing that is written of a spilled save.
+    ///
+    /// # Errors
+    /// [`BadKey`] of an attempt that is no nonce.
+    pub fn key(job: &JobName, attempt: &str) -> Result<Key, BadKey> {
+        Key::of_job(job, &format!("data/{attempt}/sealed.json"))
+    }
+
+    /// The bytes to store.
+    pub fn encode(&self) -> Bytes {
+        let bytes = serde_json::to_vec_pretty(self)
+            .expect("text and numbers are always representable as JSON");
+        Bytes::from(bytes)
+    }
+
+    /// Reads the file of an attempt; `None` when the attempt is not sealed here.
+    ///
+    /// # Errors
+    /// [`SealedError`].
+    pub async fn read(
+        spill: &dyn Store,
+        job: &JobName,
+        attempt: &str,
+    ) -> Result<Option<Self>, SealedError> {
+        let key = Self::key(job, attempt)?;
+        let Some(bytes) = spill.get(&key, SEALED_LEN_MAX).await? else {
+            return Ok(None);
+        };
+        let sealed: Self =
+            serde_json::from_slice(&bytes).map_err(|source| SealedError::Malformed {
+                key: key.to_string(),
+                source,
+            })?;
+        match sealed.flaw(job, attempt) {
+            None => Ok(Some(sealed)),
+            Some(what) => Err(SealedError::Flaw {
+                key: key.to_string(),
+                what,
+            }),
+        }
+    }
+
+    /// The sealed saves of a job, in order of their nonces.
+    ///
+    /// # Errors
+    /// [`SealedError`] of the first that cannot be read.
+    pub async fn all(spill: &dyn Store, job: &JobName) -> Result<Vec<Self>, SealedError> {
+        let mut found = Vec::new();
+        for attempt in spill.list_dirs(&format!("{job}/data/")).await? {
+            found.extend(Self::read(spill, job, &attempt).await?);
+        }
+        Ok(found)
+    }
+
+    fn flaw(&self, job: &JobName, attempt: &str) -> Option<String> {
+        if self.format != FORMAT {
+            return Some(format!(
+                "format {}; this version of ckptstream reads format {FORMAT}",
+                self.format
+            ));
+        }
+        if self.job != job.as_str() || self.entry.attempt != attempt {
+            return Some(format!(
+                "it is of attempt {} of job {:?}, and lies elsewhere",
+                self.entry.attempt, self.job
+            ));
+        }
+        self.entry.flaw()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::Digest;
+    use crate::manifest::ImageKind;
+    use crate::store::memory::MemoryStore;
+
+    const ATTEMPT: &str = "0123456789abcdef0123456789abcdef";
+
+    fn job() -> JobName {
+        JobName::new("train").unwrap()
+    }
+
+    fn sealed() -> Sealed {
+        Sealed {
+            format: FORMAT,
+            job: "train".to_owned(),
+            store: "s3://bucket/prefix".to_owned(),
+            next_slot: 3,
+            entry: ImageEntry {
+                writer: ATTEMPT.to_owned(),
+                attempt: ATTEMPT.to_owned(),
+                manifest_key: format!("data/{ATTEMPT}/manifest.json"),
+                manifest_len: 1000,
+                manifest_digest: Digest::of(b"manifest"),
+                kind: ImageKind::Gpu,
+                raw_len: 4096,
+                stored_len: 1024,
+                created_ms: 1_700_000_000_000,
+                tool: "ckptstream 0.1.0".to_owned(),
+            },
+        }
+    }
+
+    async fn read(sealed: &Sealed) -> Result<Vec<Sealed>, SealedError> {
+        let store = MemoryStore::new();
+        let key = Sealed::key(&job(), ATTEMPT).unwrap();
+        store.put_if_absent(&key, sealed.encode()).await.unwrap();
+        let other = Key::new("train/data/not sealed/attempt.json").unwrap();
+        store.put_if_absent(&other, Bytes::new()).await.unwrap();
+        Sealed::all(&store, &job()).await
+    }
+
+    #[tokio::test]
+    async fn what_is_sealed_is_found_as_it_was() {
+        assert_eq!(read(&sealed()).await.unwrap(), [sealed()]);
+        assert!(
+            Sealed::all(&MemoryStore::new(), &job())
+                .await
+                .unwrap()
+                .is_empty()
+        );
+    }
+
+    #[tokio::test]
+    async fn nothing_in_it_is_trusted() {
+        let (good, mut entry) = (sealed(), sealed().entry);
+        entry.manifest_key = "data/ffff/manifest.json".to_owned();
+        for bad in [
+            Sealed {
+                format: 2,
+                ..good.clone()
+            },
+            Sealed {
+                job: "other".to_owned(),
+                ..good.clone()
+            },
+            Sealed {
+                entry,
+                ..good.clone()
+            },
+        ] {
+            let refused = read(&bad).await;
+            assert!(
+                matches!(refused, Err(SealedError::Flaw { .. })),
+                "{refused:?}"
+            );
+        }
+        let store = MemoryStore::new();
+        let key = Sealed::key(&job(), ATTEMPT).unwrap();
+        store
+            .put_if_absent(&key, Bytes::from_static(b"{}"))
+            .await
+            .unwrap();
+        let refused = Sealed::all(&store, &job()).await;
+        assert!(
+            matches!(refused, Err(SealedError::Malformed { .. })),
+            "{refused:?}"
+        );
+    }
+}

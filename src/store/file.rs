@@ -1,0 +1,1111 @@
+//! A store in a directory: a disk that survives the node, a network file system, the place where a save is spilled to.
+//!
+//! In and out: as [`Store`], an object being the file of its key below the root. What can fail: the file system, sorted as [`StoreError`] sorts: what asking again cannot mend (full, over quota, read-only, not
+//! permitted, an fsync that failed) is refused, the rest may pass.
+//!
+//! | we die | what exists |
+//! |---|---|
+//! | before a file has its name | a file of the upload under [`UPLOADS`], which nobody takes for an object |
+//! | after it | the whole object: its bytes were synced before it was named, its name before the call returned |
+//!
+//! An object gets its name by `link`, which never replaces what stands there, or where a file system has no hard links by a rename that does not either. What was written is dropped from the page cache once it is
+//! synced, so that whoever reads it back reads the disk. The length of an object says nothing about its bytes and no checksum is kept beside it: [`Store::head`] names none, and who needs to know reads.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures::future::{BoxFuture, FutureExt};
+use rustix::fs::{
+    Advice, CWD, FallocateFlags, FlockOperation, RenameFlags, fadvise, fallocate, flock, fstatvfs,
+    renameat_with,
+};
+use rustix::process::{Resource, getrlimit};
+
+use super::{
+    Key, Listed, ObjectInfo, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome,
+    RangeSink, RetryLimit, Store, StoreError, UploadId,
+};
+use crate::codec::Crc64;
+
+/// Directory below the root for what is not an object yet. No job can have this name.
+pub const UPLOADS: &str = ".uploads~";
+
+/// Files are for their owner: they hold a process's memory.
+const FILE_MODE: u32 = 0o600;
+
+/// Bytes that are read at once.
+const READ_LEN: usize = 1 << 20;
+
+/// Names of files that are there to be locked end so.
+const LOCK_ENDING: &str = ".lock";
+
+/// Age from which a file that is not locked was left by the dead.
+const SWEEP_AGE: Duration = Duration::from_secs(60);
+
+/// How often a directory is made again that somebody removed before a file came into it.
+const DIRECTORY_TRIES: u32 = 5;
+
+/// See the module.
+#[derive(Debug)]
+pub struct FileStore {
+    disk: Arc<Disk>,
+}
+
+#[derive(Debug)]
+struct Disk {
+    root: PathBuf,
+    uploads: Mutex<HashMap<UploadId, Upload>>,
+}
+
+#[derive(Debug)]
+struct Upload {
+    key: Key,
+    file: Arc<File>,
+    /// Length of the longest part so far. All parts of ours but the last are as long as each other, and then each is written where it stays.
+    stride: u64,
+    /// Where parts are, or are being written.
+    places: BTreeMap<PartNumber, Range<u64>>,
+    /// Those that are there.
+    parts: BTreeMap<PartNumber, Placed>,
+}
+
+impl Upload {
+    /// A place for a part, which no other part has: where it belongs in an object of equal parts, or behind everything.
+    fn place(&mut self, number: PartNumber, len: u64) -> u64 {
+        self.stride = self.stride.max(len);
+        let others = || self.places.iter().filter(|(other, _)| **other != number);
+        let belongs = (u64::from(number.get()) - 1).saturating_mul(self.stride);
+        let range = belongs..belongs.saturating_add(len);
+        let is_free =
+            others().all(|(_, taken)| taken.end <= range.start || range.end <= taken.start);
+        let offset = match is_free {
+            true => belongs,
+            false => others().map(|(_, taken)| taken.end).max().unwrap_or(0),
+        };
+        self.places
+            .insert(number, offset..offset.saturating_add(len));
+        offset
+    }
+}
+
+/// A part in the upload's file.
+#[derive(Debug, Clone)]
+struct Placed {
+    offset: u64,
+    len: u64,
+    crc64: u64,
+    etag: String,
+}
+
+/// See [`FileStore::claim`].
+#[derive(Debug)]
+pub struct Claim {
+    _locked: File,
+}
+
+/// What was being done to which key, for errors.
+#[derive(Debug, Clone, Copy)]
+struct Doing<'a> {
+    operation: &'static str,
+    key: &'a str,
+}
+
+impl Doing<'_> {
+    fn failed(self, error: io::Error) -> StoreError {
+        use io::ErrorKind as Kind;
+        let (operation, key) = (self.operation, self.key.to_owned());
+        let advice = match error.kind() {
+            Kind::NotFound => return StoreError::NotFound { operation, key },
+            Kind::StorageFull | Kind::QuotaExceeded => {
+                "; make room there, or name another place (store.url)"
+            }
+            Kind::ReadOnlyFilesystem
+            | Kind::PermissionDenied
+            | Kind::FileTooLarge
+            | Kind::NotADirectory
+            | Kind::IsADirectory
+            | Kind::InvalidFilename
+            | Kind::Unsupported => "; name another place (store.url)",
+            _ => {
+                return StoreError::Transient {
+                    operation,
+                    key,
+                    what: error.to_string(),
+                    source: Some(Box::new(error)),
+                };
+            }
+        };
+        StoreError::Refused {
+            operation,
+            key,
+            code: error.to_string(),
+            advice: advice.to_owned(),
+        }
+    }
+
+    /// After an fsync that failed the kernel may have forgotten what it could not write: another one that succeeds proves nothing.
+    fn unsynced(self, error: &io::Error) -> StoreError {
+        self.refused(format!("fsync: {error}; what was written is void"))
+    }
+
+    fn refused(self, code: String) -> StoreError {
+        StoreError::Refused {
+            operation: self.operation,
+            key: self.key.to_owned(),
+            code,
+            advice: String::new(),
+        }
+    }
+
+    fn mismatch(self, what: String) -> StoreError {
+        StoreError::Mismatch {
+            operation: self.operation,
+            key: self.key.to_owned(),
+            what,
+        }
+    }
+
+    fn not_found(self) -> StoreError {
+        StoreError::NotFound {
+            operation: self.operation,
+            key: self.key.to_owned(),
+        }
+    }
+}
+
+impl FileStore {
+    /// The store below this directory, which is not made: one that is not there may be a file system that is not mounted, and must not look like a store without images.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] when it is no directory.
+    pub fn open(root: &Path) -> Result<Self, StoreError> {
+        let is_directory = fs::metadata(root).map(|found| found.is_dir());
+        let (true, Ok(root)) = (is_directory.is_ok_and(|is| is), root.canonicalize()) else {
+            return Err(StoreError::Refused {
+                operation: "open",
+                key: root.display().to_string(),
+                code: "there is no such directory".to_owned(),
+                advice: "; mount or make it, or name another place (store.url, spill.path)"
+                    .to_owned(),
+            });
+        };
+        let disk = Disk {
+            root,
+            uploads: Mutex::default(),
+        };
+        Ok(Self {
+            disk: Arc::new(disk),
+        })
+    }
+
+    /// The store in a directory below one that is there.
+    ///
+    /// # Errors
+    /// As [`FileStore::open`], and when the directory cannot be made.
+    pub fn open_below(above: &Path, name: &str) -> Result<Self, StoreError> {
+        let above = Self::open(above)?;
+        let folder = above.disk.root.join(name);
+        let doing = Doing {
+            operation: "open",
+            key: name,
+        };
+        make_directories(&folder, doing)?;
+        Self::open(&folder)
+    }
+
+    /// Makes sure that so many bytes fit into this upload's object; where a file system cannot set them aside, that `in_all` of them are free.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] when they do not.
+    pub async fn reserve(
+        &self,
+        key: &Key,
+        upload: &UploadId,
+        len: u64,
+        in_all: u64,
+    ) -> Result<(), StoreError> {
+        let upload = upload.clone();
+        self.on_disk("reserve", key.as_str(), move |disk, doing| {
+            // Beyond it the kernel ends the process instead of answering.
+            if getrlimit(Resource::Fsize)
+                .current
+                .is_some_and(|most| most < len)
+            {
+                return Err(
+                    doing.refused("the limit on file sizes (ulimit -f) is lower".to_owned())
+                );
+            }
+            let file = {
+                let uploads = disk.uploads();
+                let open = uploads.get(&upload).ok_or_else(|| doing.not_found())?;
+                Arc::clone(&open.file)
+            };
+            let allocated = fallocate(&file, FallocateFlags::KEEP_SIZE, 0, len.max(1));
+            let error = match allocated.map_err(io::Error::from) {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                    // That it is free now is all that can be known.
+                    let found = fstatvfs(&file).map_err(|errno| doing.failed(errno.into()))?;
+                    if found.f_bavail.saturating_mul(found.f_frsize) >= in_all {
+                        return Ok(());
+                    }
+                    io::Error::from(io::ErrorKind::StorageFull)
+                }
+                Err(error) => error,
+                Ok(()) => return Ok(()),
+            };
+            Err(doing.failed(error))
+        })
+        .await
+    }
+
+    /// How long it takes to write so many bytes for good.
+    ///
+    /// # Errors
+    /// [`StoreError`] when they cannot be written.
+    pub async fn measure(&self, len: usize) -> Result<Duration, StoreError> {
+        self.on_disk("measure", UPLOADS, move |disk, doing| {
+            let (path, _, file) = disk.create(doing)?;
+            let bytes = vec![0x5a; len];
+            let started = Instant::now();
+            let written = file.write_all_at(&bytes, 0).and_then(|()| file.sync_all());
+            let took = started.elapsed();
+            let _gone = fs::remove_file(&path);
+            written.map_err(|error| doing.failed(error))?;
+            Ok(took)
+        })
+        .await
+    }
+
+    /// The right to use what lies under this name, a job's; `None` while another process has it. It ends with the process.
+    ///
+    /// # Errors
+    /// [`StoreError`] when there can be no such right.
+    pub async fn claim(&self, name: &str) -> Result<Option<Claim>, StoreError> {
+        let own = format!("{name}{LOCK_ENDING}");
+        self.on_disk("claim", name, move |disk, doing| {
+            let folder = disk.root.join(UPLOADS);
+            make_directories(&folder, doing)?;
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(false);
+            let file = options.mode(FILE_MODE).open(folder.join(own));
+            let file = file.map_err(|error| doing.failed(error))?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => Ok(Some(Claim { _locked: file })),
+                Err(errno) if io::Error::from(errno).kind() == io::ErrorKind::WouldBlock => {
+                    Ok(None)
+                }
+                Err(errno) => Err(doing.failed(errno.into())),
+            }
+        })
+        .await
+    }
+
+    /// Removes what processes left that died before their files had names. Files of living ones are locked.
+    ///
+    /// # Errors
+    /// [`StoreError`] when the directory cannot be read.
+    pub async fn sweep(&self) -> Result<(), StoreError> {
+        self.on_disk("sweep", UPLOADS, |disk, doing| {
+            let folder = disk.root.join(UPLOADS);
+            for entry in entries(&folder, doing)? {
+                let path = folder.join(entry.file_name());
+                if entry.file_name().to_string_lossy().ends_with(LOCK_ENDING) {
+                    continue;
+                }
+                // A young one may not be locked yet. What cannot be opened or removed is in nobody's way.
+                let age = entry.metadata().and_then(|found| found.modified());
+                let is_old = age.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > SWEEP_AGE));
+                if is_old
+                    && let Ok(file) = File::open(&path)
+                    && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+                {
+                    let _left = fs::remove_file(&path);
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    /// Runs on a thread that may wait for a disk.
+    async fn on_disk<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        work: impl FnOnce(&Disk, Doing<'_>) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let (disk, own) = (Arc::clone(&self.disk), key.to_owned());
+        let done = tokio::task::spawn_blocking(move || {
+            let key = own.as_str();
+            work(&disk, Doing { operation, key })
+        });
+        done.await.unwrap_or_else(|error| {
+            Err(StoreError::Transient {
+                operation,
+                key: key.to_owned(),
+                what: "the thread that did it ended".to_owned(),
+                source: Some(Box::new(error)),
+            })
+        })
+    }
+}
+
+impl Disk {
+    fn uploads(&self) -> MutexGuard<'_, HashMap<UploadId, Upload>> {
+        self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        self.root.join(key)
+    }
+
+    /// A new, empty file that is no object, and its name.
+    fn create(&self, doing: Doing<'_>) -> Result<(PathBuf, String, File), StoreError> {
+        let folder = self.root.join(UPLOADS);
+        let name = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
+        let path = folder.join(&name);
+        let mut tries = 0;
+        loop {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create_new(true);
+            match options.mode(FILE_MODE).open(&path) {
+                Ok(file) => {
+                    // Says that its owner lives, where the file system has locks; where it has none, nobody sweeps.
+                    let _advice_only = flock(&file, FlockOperation::NonBlockingLockExclusive);
+                    return Ok((path, name, file));
+                }
+                Err(error)
+                    if error.kind() == io::ErrorKind::NotFound && tries < DIRECTORY_TRIES =>
+                {
+                    tries += 1;
+                    make_directories(&folder, doing)?;
+                }
+                Err(error) => return Err(doing.failed(error)),
+            }
+        }
+    }
+
+    /// Syncs the file and gives it the key's name, unless something has it.
+    fn publish(
+        &self,
+        file: &File,
+        from: &Path,
+        key: &str,
+        doing: Doing<'_>,
+    ) -> Result<PutOutcome, StoreError> {
+        file.sync_all().map_err(|error| doing.unsynced(&error))?;
+        // Whoever reads it back is to read the disk. Where that cannot be had, the page cache answers.
+        let _advice_only = fadvise(file, 0, None, Advice::DontNeed);
+        let to = self.path(key);
+        let folder = to.parent().unwrap_or(&self.root);
+        let mut tries = 0;
+        loop {
+            match name_once(from, &to) {
+                Ok(()) => break,
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    // Whoever acts on it must find it after a crash, too.
+                    sync_directory(folder, doing)?;
+                    return Ok(PutOutcome::AlreadyExists);
+                }
+                Err(error)
+                    if error.kind() == io::ErrorKind::NotFound && tries < DIRECTORY_TRIES =>
+                {
+                    tries += 1;
+                    make_directories(folder, doing)?;
+                }
+                Err(error) => return Err(doing.failed(error)),
+            }
+        }
+        // It is there for all to see by now: whether it stays is not known.
+        sync_directory(folder, doing).map_err(|error| StoreError::GaveUp {
+            operation: doing.operation,
+            key: doing.key.to_owned(),
+            attempts: 1,
+            elapsed: Duration::ZERO,
+            limit: RetryLimit::Refusal,
+            source: Box::new(error),
+        })?;
+        Ok(PutOutcome::Created)
+    }
+
+    fn put_part(
+        &self,
+        upload: &UploadId,
+        number: PartNumber,
+        body: &PartBody,
+        doing: Doing<'_>,
+    ) -> Result<PartReceipt, StoreError> {
+        let sum = body.pieces.iter().fold(Crc64::EMPTY, |sum, piece| {
+            sum.combine(Crc64::of(piece), piece.len() as u64)
+        });
+        if sum.value() != body.crc64 {
+            return Err(doing.refused(format!("part {number} is not what its checksum says")));
+        }
+        let (file, mut offset) = {
+            let mut uploads = self.uploads();
+            let open = uploads
+                .get_mut(upload)
+                .filter(|open| open.key.as_str() == doing.key)
+                .ok_or_else(|| doing.not_found())?;
+            (Arc::clone(&open.file), open.place(number, body.len))
+        };
+        let placed = Placed {
+            offset,
+            len: body.len,
+            crc64: body.crc64,
+            etag: format!("\"{:016x}-{}\"", body.crc64, body.len),
+        };
+        for piece in &body.pieces {
+            let written = file.write_all_at(piece, offset);
+            written.map_err(|error| doing.failed(error))?;
+            offset += piece.len() as u64;
+        }
+        let receipt = PartReceipt {
+            number,
+            etag: placed.etag.clone(),
+            len: body.len,
+            crc64: body.crc64,
+        };
+        let mut uploads = self.uploads();
+        let open = uploads.get_mut(upload).ok_or_else(|| doing.not_found())?;
+        open.parts.insert(number, placed);
+        Ok(receipt)
+    }
+
+    fn complete(
+        &self,
+        upload: &UploadId,
+        receipts: &[PartReceipt],
+        len: u64,
+        crc64: u64,
+        doing: Doing<'_>,
+    ) -> Result<(), StoreError> {
+        let (file, parts) = {
+            let uploads = self.uploads();
+            let open = uploads
+                .get(upload)
+                .filter(|open| open.key.as_str() == doing.key)
+                .ok_or_else(|| doing.not_found())?;
+            (Arc::clone(&open.file), named_parts(open, receipts, doing)?)
+        };
+        let sent_len: u64 = parts.iter().map(|part| part.len).sum();
+        if sent_len != len {
+            return Err(doing.refused(format!("{sent_len} bytes, announced {len}")));
+        }
+        let sum = parts.iter().fold(Crc64::EMPTY, |sum, part| {
+            sum.combine(Crc64::from_value(part.crc64), part.len)
+        });
+        if sum.value() != crc64 {
+            return Err(doing.mismatch("CRC64NVME of the whole object".to_owned()));
+        }
+        let path = self.root.join(UPLOADS).join(&upload.0);
+        if is_in_place(&parts) {
+            file.set_len(len).map_err(|error| doing.failed(error))?;
+            self.name_object(&file, &path, doing)?;
+        } else {
+            let (joined_path, _, joined) = self.create(doing)?;
+            let named = join(&file, &parts, &joined)
+                .map_err(|error| doing.failed(error))
+                .and_then(|()| self.name_object(&joined, &joined_path, doing));
+            // Named or not, it is not needed under this name.
+            let _gone = fs::remove_file(&joined_path);
+            named?;
+        }
+        self.uploads().remove(upload);
+        // It has its own name now, or a copy of it has.
+        let _gone = fs::remove_file(&path);
+        Ok(())
+    }
+
+    /// Keys of uploads are fresh, so whatever has the name is ours, from an attempt whose answer was lost; who looks will see its length and read its bytes.
+    fn name_object(&self, file: &File, from: &Path, doing: Doing<'_>) -> Result<(), StoreError> {
+        match self.publish(file, from, doing.key, doing)? {
+            PutOutcome::Created => Ok(()),
+            PutOutcome::AlreadyExists => Err(doing.refused("an object has this key".to_owned())),
+        }
+    }
+
+    /// The object's file, once it is known to be one.
+    fn object(&self, doing: Doing<'_>) -> Result<(File, fs::Metadata), StoreError> {
+        let failed = |error| doing.failed(error);
+        let file = File::open(self.path(doing.key)).map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if metadata.is_file() {
+            Ok((file, metadata))
+        } else {
+            Err(doing.not_found())
+        }
+    }
+
+    /// Files below a directory, as keys.
+    fn walk(
+        &self,
+        folder: &Path,
+        doing: Doing<'_>,
+        found: &mut Vec<Listed>,
+    ) -> Result<(), StoreError> {
+        for entry in entries(folder, doing)? {
+            let path = folder.join(entry.file_name());
+            let Some(key) = self.key_of(&path) else {
+                continue;
+            };
+            // It may be gone by now.
+            match entry.metadata() {
+                Ok(metadata) if metadata.is_dir() => self.walk(&path, doing, found)?,
+                Ok(metadata) if metadata.is_file() => found.push(Listed {
+                    key,
+                    len: metadata.len(),
+                }),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// `None` for what cannot be an object.
+    fn key_of(&self, path: &Path) -> Option<Key> {
+        let relative = path.strip_prefix(&self.root).ok()?.to_str()?;
+        let is_object = relative.split('/').next() != Some(UPLOADS);
+        Key::new(relative).ok().filter(|_| is_object)
+    }
+
+    fn delete(&self, doing: Doing<'_>) -> Result<(), StoreError> {
+        let path = self.path(doing.key);
+        match fs::remove_file(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(doing.failed(error)),
+        }
+        let mut folder = path.parent();
+        while let Some(empty) = folder.filter(|folder| *folder != self.root) {
+            if fs::remove_dir(empty).is_err() {
+                return sync_directory(empty, doing);
+            }
+            folder = empty.parent();
+        }
+        sync_directory(&self.root, doing)
+    }
+}
+
+/// The parts that these receipts name.
+fn named_parts(
+    open: &Upload,
+    receipts: &[PartReceipt],
+    doing: Doing<'_>,
+) -> Result<Vec<Placed>, StoreError> {
+    if receipts.is_empty() {
+        return Err(doing.refused("no part is named".to_owned()));
+    }
+    if receipts
+        .windows(2)
+        .any(|pair| pair[0].number >= pair[1].number)
+    {
+        return Err(doing.refused("parts must ascend".to_owned()));
+    }
+    let mut parts = Vec::with_capacity(receipts.len());
+    for (index, receipt) in receipts.iter().enumerate() {
+        let number = receipt.number;
+        let part = open
+            .parts
+            .get(&number)
+            .filter(|part| part.etag == receipt.etag)
+            .ok_or_else(|| doing.refused(format!("part {number} is not as it was sent")))?;
+        if part.len < PART_LEN_MIN && index + 1 < receipts.len() {
+            return Err(doing.refused(format!(
+                "part {number} has {} bytes, least {PART_LEN_MIN}",
+                part.len
+            )));
+        }
+        parts.push(part.clone());
+    }
+    Ok(parts)
+}
+
+fn is_in_place(parts: &[Placed]) -> bool {
+    let mut end = 0;
+    parts.iter().all(|part| {
+        let here = part.offset == end;
+        end += part.len;
+        here
+    })
+}
+
+/// Parts of unequal lengths, one behind the other.
+fn join(from: &File, parts: &[Placed], to: &File) -> io::Result<()> {
+    let mut buffer = vec![0; READ_LEN];
+    let mut end = 0;
+    for part in parts {
+        let mut done = 0;
+        while done < part.len {
+            let len = usize::try_from(part.len - done).map_or(READ_LEN, |left| left.min(READ_LEN));
+            from.read_exact_at(&mut buffer[..len], part.offset + done)?;
+            to.write_all_at(&buffer[..len], end)?;
+            done += len as u64;
+            end += len as u64;
+        }
+    }
+    Ok(())
+}
+
+/// Gives a file another name that nothing has.
+fn name_once(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::hard_link(from, to) {
+        // A link over a network may have been made although the answer says that something was there: then that is this very file.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_same(from, to) => Ok(()),
+        Err(error) if no_links(&error) => {
+            Ok(renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?)
+        }
+        linked => linked,
+    }
+}
+
+/// Whether a file system says that it has no hard links, or none for us.
+fn no_links(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied | io::ErrorKind::TooManyLinks
+    )
+}
+
+fn is_same(one: &Path, other: &Path) -> bool {
+    let identity = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    matches!((identity(one), identity(other)), (Ok(one), Ok(other)) if one == other)
+}
+
+/// Makes a directory with all above it that are not there, each synced into the one above it.
+fn make_directories(folder: &Path, doing: Doing<'_>) -> Result<(), StoreError> {
+    if folder.as_os_str().is_empty() || folder.is_dir() {
+        return Ok(());
+    }
+    let above = folder.parent().unwrap_or(Path::new("/"));
+    make_directories(above, doing)?;
+    match fs::create_dir(folder) {
+        Ok(()) => sync_directory(above, doing),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
+        Err(error) => Err(doing.failed(error)),
+    }
+}
+
+/// Makes the names in a directory last.
+fn sync_directory(folder: &Path, doing: Doing<'_>) -> Result<(), StoreError> {
+    let folder = if folder.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        folder
+    };
+    let opened = match File::open(folder) {
+        Ok(opened) => opened,
+        // Somebody removed it: then nothing in it needs to last.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(doing.failed(error)),
+    };
+    opened.sync_all().map_err(|error| doing.unsynced(&error))
+}
+
+/// What is in a directory; nothing where there is none.
+fn entries(folder: &Path, doing: Doing<'_>) -> Result<Vec<fs::DirEntry>, StoreError> {
+    match fs::read_dir(folder) {
+        Ok(entries) => entries
+            .collect::<io::Result<_>>()
+            .map_err(|error| doing.failed(error)),
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            Ok(Vec::new())
+        }
+        Err(error) => Err(doing.failed(error)),
+    }
+}
+
+/// What distinguishes an object from another that had its key before. Nothing overwrites one in place.
+fn tag(metadata: &fs::Metadata) -> String {
+    format!(
+        "\"{:x}-{:x}-{:x}.{:x}\"",
+        metadata.ino(),
+        metadata.len(),
+        metadata.mtime(),
+        metadata.mtime_nsec()
+    )
+}
+
+impl Store for FileStore {
+    fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>> {
+        let own = key.clone();
+        self.on_disk("CreateMultipartUpload", key.as_str(), move |disk, doing| {
+            let (_, name, file) = disk.create(doing)?;
+            let id = UploadId(name);
+            let upload = Upload {
+                key: own,
+                file: Arc::new(file),
+                stride: 0,
+                places: BTreeMap::new(),
+                parts: BTreeMap::new(),
+            };
+            disk.uploads().insert(id.clone(), upload);
+            Ok(id)
+        })
+        .boxed()
+    }
+
+    fn put_part<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+        number: PartNumber,
+        body: PartBody,
+    ) -> BoxFuture<'a, Result<PartReceipt, StoreError>> {
+        let upload = upload.clone();
+        self.on_disk("UploadPart", key.as_str(), move |disk, doing| {
+            disk.put_part(&upload, number, &body, doing)
+        })
+        .boxed()
+    }
+
+    fn complete_upload<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+        parts: &'a [PartReceipt],
+        len: u64,
+        crc64: u64,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let (upload, parts) = (upload.clone(), parts.to_vec());
+        self.on_disk(
+            "CompleteMultipartUpload",
+            key.as_str(),
+            move |disk, doing| disk.complete(&upload, &parts, len, crc64, doing),
+        )
+        .boxed()
+    }
+
+    fn abort_upload<'a>(
+        &'a self,
+        key: &'a Key,
+        upload: &'a UploadId,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        let upload = upload.clone();
+        self.on_disk("AbortMultipartUpload", key.as_str(), move |disk, doing| {
+            // Also one that an earlier process left. The name is one of ours: it cannot lead elsewhere.
+            let is_name =
+                upload.0.len() == 32 && upload.0.bytes().all(|byte| byte.is_ascii_hexdigit());
+            if !is_name {
+                return Ok(());
+            }
+            disk.uploads().remove(&upload);
+            match fs::remove_file(disk.root.join(UPLOADS).join(&upload.0)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(doing.failed(error)),
+                _ => Ok(()),
+            }
+        })
+        .boxed()
+    }
+
+    fn put_if_absent<'a>(
+        &'a self,
+        key: &'a Key,
+        body: Bytes,
+    ) -> BoxFuture<'a, Result<PutOutcome, StoreError>> {
+        self.on_disk("PutObject", key.as_str(), move |disk, doing| {
+            let (path, _, file) = disk.create(doing)?;
+            let put = file
+                .write_all_at(&body, 0)
+                .map_err(|error| doing.failed(error))
+                .and_then(|()| disk.publish(&file, &path, doing.key, doing));
+            // Named or not, it is not needed under this name.
+            let _gone = fs::remove_file(&path);
+            put
+        })
+        .boxed()
+    }
+
+    fn get<'a>(
+        &'a self,
+        key: &'a Key,
+        len_max: usize,
+    ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        self.on_disk("GetObject", key.as_str(), move |disk, doing| {
+            let (file, metadata) = match disk.object(doing) {
+                Err(error) if error.is_not_found() => return Ok(None),
+                found => found?,
+            };
+            let len = usize::try_from(metadata.len()).unwrap_or(usize::MAX);
+            if len > len_max {
+                return Err(doing.mismatch(format!("{len} bytes, at most {len_max} expected")));
+            }
+            let mut bytes = vec![0; len];
+            let read = file.read_exact_at(&mut bytes, 0);
+            read.map_err(|error| doing.failed(error))?;
+            Ok(Some(Bytes::from(bytes)))
+        })
+        .boxed()
+    }
+
+    fn read_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: Range<u64>,
+        if_match: Option<&'a str>,
+        sink: &'a mut dyn RangeSink,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        const OPERATION: &str = "GetObject";
+        async move {
+            let (expected, wanted) = (if_match.map(str::to_owned), range.clone());
+            let opened = self.on_disk(OPERATION, key.as_str(), move |disk, doing| {
+                let (file, metadata) = disk.object(doing)?;
+                if expected.is_some_and(|expected| expected != tag(&metadata)) {
+                    return Err(doing.mismatch("the object's tag has changed".to_owned()));
+                }
+                if wanted.end > metadata.len() || wanted.start > wanted.end {
+                    let len = metadata.len();
+                    return Err(
+                        doing.mismatch(format!("range {wanted:?} of an object of {len} bytes"))
+                    );
+                }
+                Ok(file)
+            });
+            let mut file = opened.await?;
+            let mut buffer = Vec::new();
+            let mut at = range.start;
+            sink.restart();
+            while at < range.end {
+                let len =
+                    usize::try_from(range.end - at).map_or(READ_LEN, |left| left.min(READ_LEN));
+                let read = self.on_disk(OPERATION, key.as_str(), move |_, doing| {
+                    buffer.resize(len, 0);
+                    let read = file.read_exact_at(&mut buffer, at);
+                    read.map_err(|error| match error.kind() {
+                        // Nothing of ours shortens a file.
+                        io::ErrorKind::UnexpectedEof => doing.mismatch("it ends early".to_owned()),
+                        _ => doing.failed(error),
+                    })?;
+                    Ok((file, buffer))
+                });
+                (file, buffer) = read.await?;
+                sink.put(&buffer);
+                at += len as u64;
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {
+        self.on_disk("HeadObject", key.as_str(), move |disk, doing| {
+            match disk.object(doing) {
+                Err(error) if error.is_not_found() => Ok(None),
+                Err(error) => Err(error),
+                Ok((_, metadata)) => Ok(Some(ObjectInfo {
+                    len: metadata.len(),
+                    etag: Some(tag(&metadata)),
+                    crc64: None,
+                    // A file server's clock is not ours.
+                    age: None,
+                })),
+            }
+        })
+        .boxed()
+    }
+
+    fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>> {
+        let own = prefix.to_owned();
+        self.on_disk(
+            "ListObjects",
+            super::listing_name(prefix),
+            move |disk, doing| {
+                let folder = own.rsplit_once('/').map_or("", |(folder, _)| folder);
+                let mut found = Vec::new();
+                disk.walk(&disk.path(folder), doing, &mut found)?;
+                found.retain(|listed| listed.key.as_str().starts_with(&own));
+                found.sort_by(|one, other| one.key.cmp(&other.key));
+                Ok(found)
+            },
+        )
+        .boxed()
+    }
+
+    fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
+        let own = prefix.to_owned();
+        self.on_disk(
+            "ListObjects",
+            super::listing_name(prefix),
+            move |disk, doing| {
+                let folder = disk.path(own.trim_end_matches('/'));
+                let mut names = Vec::new();
+                for entry in entries(&folder, doing)? {
+                    let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+                    let is_ours = disk.key_of(&folder.join(entry.file_name())).is_some();
+                    if let (true, true, Ok(name)) =
+                        (is_folder, is_ours, entry.file_name().into_string())
+                    {
+                        names.push(name);
+                    }
+                }
+                names.sort_unstable();
+                Ok(names)
+            },
+        )
+        .boxed()
+    }
+
+    fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.on_disk("DeleteObject", key.as_str(), |disk, doing| {
+            disk.delete(doing)
+        })
+        .boxed()
+    }
+
+    fn describe(&self) -> String {
+        format!("file://{}", self.disk.root.display())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(text: &str) -> Key {
+        Key::new(text).unwrap()
+    }
+
+    fn body(bytes: &[u8]) -> PartBody {
+        PartBody::new(
+            vec![Bytes::copy_from_slice(bytes)],
+            Crc64::of(bytes).value(),
+        )
+    }
+
+    fn number(number: u64) -> PartNumber {
+        PartNumber::new(number).unwrap()
+    }
+
+    /// Everything below a directory but directories.
+    fn files(folder: &Path) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            match entry.file_type().unwrap().is_dir() {
+                true => found.extend(files(&entry.path())),
+                false => found.push(entry.path()),
+            }
+        }
+        found
+    }
+
+    #[tokio::test]
+    async fn equal_parts_are_written_where_they_stay() {
+        let root = tempfile::tempdir().unwrap();
+        let store = FileStore::open(root.path()).unwrap();
+        let here = key("job/object");
+        let id = store.begin_upload(&here).await.unwrap();
+        let len = usize::try_from(PART_LEN_MIN).unwrap();
+        let mut receipts = Vec::new();
+        for (part, bytes) in [(2, vec![2; len]), (1, vec![1; len]), (3, vec![3; 10])] {
+            let put = store.put_part(&here, &id, number(part), body(&bytes));
+            receipts.push(put.await.unwrap());
+        }
+        let parts: Vec<Placed> = store.disk.uploads()[&id].parts.values().cloned().collect();
+        assert!(is_in_place(&parts), "{parts:?}");
+        store.abort_upload(&here, &id).await.unwrap();
+        assert_eq!(files(root.path()), Vec::<PathBuf>::new());
+    }
+
+    #[tokio::test]
+    async fn a_last_part_that_comes_first_ends_up_last() {
+        let root = tempfile::tempdir().unwrap();
+        let store = FileStore::open(root.path()).unwrap();
+        let here = key("job/object");
+        let id = store.begin_upload(&here).await.unwrap();
+        let first = vec![1; usize::try_from(PART_LEN_MIN).unwrap()];
+        let two = store
+            .put_part(&here, &id, number(2), body(b"end"))
+            .await
+            .unwrap();
+        let one = store
+            .put_part(&here, &id, number(1), body(&first))
+            .await
+            .unwrap();
+        let whole = [&first[..], b"end"].concat();
+        let (len, sum) = (whole.len() as u64, Crc64::of(&whole).value());
+        store
+            .complete_upload(&here, &id, &[one, two], len, sum)
+            .await
+            .unwrap();
+        let read = store.get(&here, whole.len()).await.unwrap().unwrap();
+        assert!(read == whole);
+        assert_eq!(files(root.path()).len(), 1, "nothing of the upload is left");
+    }
+
+    #[tokio::test]
+    async fn what_an_earlier_process_left_is_no_object_and_can_be_given_up() {
+        let root = tempfile::tempdir().unwrap();
+        let here = key("job/object");
+        let earlier = FileStore::open(root.path()).unwrap();
+        let id = earlier.begin_upload(&here).await.unwrap();
+        drop(earlier);
+        let store = FileStore::open(root.path()).unwrap();
+        assert_eq!(store.list("").await.unwrap(), []);
+        assert_eq!(store.list_dirs("").await.unwrap(), Vec::<String>::new());
+        store.abort_upload(&here, &id).await.unwrap();
+        assert_eq!(files(root.path()), Vec::<PathBuf>::new());
+        // Somebody else's name is not ours to remove.
+        fs::write(root.path().join("kept"), b"kept").unwrap();
+        let elsewhere = UploadId("../kept".to_owned());
+        store.abort_upload(&here, &elsewhere).await.unwrap();
+        assert_eq!(files(root.path()).len(), 1);
+    }
+
+    #[tokio::test]
+    async fn files_are_for_their_owner_and_no_directory_is_left_empty() {
+        let root = tempfile::tempdir().unwrap();
+        let store = FileStore::open(root.path()).unwrap();
+        let here = key("job/log/00000001.json");
+        let created = store.put_if_absent(&here, Bytes::from_static(b"{}")).await;
+        assert_eq!(created.unwrap(), PutOutcome::Created);
+        let mode = fs::metadata(root.path().join(here.as_str()))
+            .unwrap()
+            .mode();
+        assert_eq!(mode & 0o777, 0o600);
+        store.delete(&here).await.unwrap();
+        assert!(!root.path().join("job").exists() && root.path().exists());
+    }
+
+    #[test]
+    fn faults_are_sorted_by_what_helps() {
+        let doing = Doing {
+            operation: "UploadPart",
+            key: "a",
+        };
+        for (errno, is_retryable) in [
+            (libc_code::ENOSPC, false),
+            (libc_code::EDQUOT, false),
+            (libc_code::EROFS, false),
+            (libc_code::EACCES, false),
+            (libc_code::EIO, true),
+            (libc_code::EINTR, true),
+        ] {
+            let error = doing.failed(io::Error::from_raw_os_error(errno));
+            assert_eq!(error.is_retryable(), is_retryable, "{errno}: {error}");
+        }
+        let unsynced = doing.unsynced(&io::Error::from_raw_os_error(libc_code::EIO));
+        assert!(!unsynced.is_retryable(), "{unsynced}");
+    }
+
+    /// Numbers of errno.h on Linux.
+    mod libc_code {
+        pub(super) const EINTR: i32 = 4;
+        pub(super) const EIO: i32 = 5;
+        pub(super) const EACCES: i32 = 13;
+        pub(super) const ENOSPC: i32 = 28;
+        pub(super) const EROFS: i32 = 30;
+        pub(super) const EDQUOT: i32 = 122;
+    }
+}

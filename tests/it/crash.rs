@@ -1,0 +1,306 @@
+//! Death at every step: of the saver, of the restorer, of whoever resumes. Afterwards a fresh process finds the old image or the new one, never neither and never a mixture, and what the dying one said of its target holds.
+
+use std::cell::RefCell;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ckptstream::failpoint::{RESTORE, RESUME, SAVE, SPILL};
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::support::scene::{Saver, Scene, TARGET, told};
+use crate::support::{Node, Run, Target, step_of};
+
+/// How a trial ends its victim.
+const ACTIONS: [&str; 2] = ["kill", "panic"];
+
+/// One death.
+#[derive(Debug, Clone, Copy)]
+struct Death {
+    point: &'static str,
+    action: &'static str,
+    /// At which passing, from 1.
+    at: u64,
+}
+
+impl Death {
+    fn failpoint(self) -> String {
+        format!("{}={}@{}", self.point, self.action, self.at)
+    }
+
+    fn is_kill(self) -> bool {
+        self.action == "kill"
+    }
+}
+
+/// A node and a store for many trials, each with a job of its own.
+struct Ground {
+    scene: Scene,
+    spill: TempDir,
+    jobs: AtomicUsize,
+    undisturbed: RefCell<Undisturbed>,
+}
+
+/// The same job, which nobody disturbs, as far as it was asked for.
+struct Undisturbed {
+    target: Target,
+    lines: Vec<String>,
+}
+
+impl Ground {
+    fn new() -> Self {
+        Self {
+            scene: Scene::new(&[]),
+            spill: TempDir::new().expect("a temporary folder"),
+            jobs: AtomicUsize::new(0),
+            undisturbed: RefCell::new(Undisturbed {
+                target: Target::start(&Node::new("gpus=2;memory=64MiB"), TARGET),
+                lines: Vec::new(),
+            }),
+        }
+    }
+
+    /// A job with one image of an earlier process.
+    fn job(&self) -> String {
+        let job = format!("job-{}", self.jobs.fetch_add(1, Ordering::Relaxed));
+        self.scene.save(&job);
+        job
+    }
+
+    fn saver(&self, job: &str) -> Saver {
+        let path = self.spill.path().display();
+        self.scene
+            .saver_with(job, "", &format!("[spill]\npath = \"{path}\"\n"))
+    }
+
+    /// A target that has computed a little.
+    fn target(&self) -> Target {
+        let mut target = self.scene.target();
+        target.wait_for("step 1 ");
+        target
+    }
+
+    fn dies(&self, job: &str, death: Death, args: &str) -> Run {
+        let saver = self.saver(job);
+        let run = saver.cli.dying_at(&death.failpoint()).run(args);
+        if death.is_kill() {
+            assert_eq!(run.code, -1, "{death:?} did not die: {run:?}");
+        } else {
+            assert!(
+                run.stderr.contains("panicked"),
+                "{death:?} did not panic: {run:?}"
+            );
+            assert_ne!(run.code, 101, "{death:?}: no verdict: {run:?}");
+        }
+        run
+    }
+
+    /// What stands in the log verifies, and the newest image computes on rightly in a fresh process. Returns how many images there are.
+    fn must_be_sound(&self, job: &str, death: Death) -> usize {
+        let images = self.scene.images(job);
+        assert!(images == [1] || images == [2, 1], "{death:?}: {images:?}");
+        let cli = self.saver(job).cli;
+        cli.ok("verify");
+        let mut fresh = self.scene.fresh();
+        cli.ok(&format!("restore --pid {} --into-fresh", fresh.pid()));
+        fresh.wait_for("step ");
+        self.must_have_computed_rightly(fresh);
+        images.len()
+    }
+
+    /// Every digest that it printed is that of a job that nobody disturbed.
+    fn must_have_computed_rightly(&self, target: Target) {
+        let seen = target.kill();
+        assert!(!seen.is_empty(), "it printed no digest");
+        let Undisturbed { target, lines } = &mut *self.undisturbed.borrow_mut();
+        for line in seen {
+            let step = usize::try_from(step_of(&line)).expect("few steps");
+            while lines.len() <= step {
+                lines.push(target.wait_for("step "));
+            }
+            assert_eq!(line, lines[step]);
+        }
+    }
+}
+
+/// Passing a point once in a while only: these deaths come at a later passing, too.
+fn deaths(points: &'static [&'static str]) -> Vec<Death> {
+    let mut deaths = Vec::new();
+    for &point in points {
+        for action in ACTIONS {
+            deaths.push(Death {
+                point,
+                action,
+                at: 1,
+            });
+            if point.contains("chunk") {
+                deaths.push(Death {
+                    point,
+                    action,
+                    at: 5,
+                });
+            }
+        }
+    }
+    deaths
+}
+
+/// Tries them all, some at a time.
+fn try_all(deaths: Vec<Death>, try_one: impl Fn(&Ground, Death) + Sync) {
+    let next = Mutex::new(deaths.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let ground = Ground::new();
+                loop {
+                    let death = next.lock().expect("no holder panics").next();
+                    let Some(death) = death else { return };
+                    try_one(&ground, death);
+                }
+            });
+        }
+    });
+}
+
+fn stage_of(death: Death) -> &'static str {
+    death.point.split(':').next().unwrap_or_default()
+}
+
+#[test]
+fn a_save_that_dies_leaves_the_old_image_or_the_new_one() {
+    try_all(deaths(SAVE), |ground, death| {
+        let job = ground.job();
+        let mut target = ground.target();
+        let run = ground.dies(&job, death, &format!("checkpoint --pid {}", target.pid()));
+        let count = ground.must_be_sound(&job, death);
+        let is_entered = stage_of(death) == "complete" || death.point == "commit:entered";
+        assert_eq!(count, 1 + usize::from(is_entered), "{death:?}: {run:?}");
+        if stage_of(death) == "prepare" {
+            ground.scene.must_compute_on(&mut target);
+            ground.must_have_computed_rightly(target);
+        } else if !death.is_kill() {
+            // The spill catches what fails after BEGIN and before the commit.
+            let expected = match stage_of(death) {
+                "lock" | "begin" => &[10, 12][..],
+                "stream" | "land" => &[11, 12],
+                "commit" => &[11, 12, 13],
+                _ => &[14],
+            };
+            assert!(expected.contains(&run.code), "{death:?}: {run:?}");
+            match told(&run) {
+                Some("running") => {
+                    ground.scene.must_compute_on(&mut target);
+                    ground.must_have_computed_rightly(target);
+                }
+                Some(state) => assert_eq!(ground.scene.state_of(&target), state, "{death:?}"),
+                None => panic!("{death:?}: nothing is said of the target: {run:?}"),
+            }
+        }
+    });
+}
+
+/// A save that the store did not take.
+fn refuse_parts(ground: &Ground) {
+    ground.scene.server.set_rules(&json!([{
+        "op": "UploadPart", "key_contains": ".zst", "always": true,
+        "action": {"status": 403, "code": "AccessDenied"},
+    }]));
+}
+
+fn refuse_nothing(ground: &Ground) {
+    ground.scene.server.set_rules(&json!([]));
+}
+
+#[test]
+fn a_spill_that_dies_is_sealed_or_is_not_there() {
+    try_all(deaths(SPILL), |ground, death| {
+        let job = ground.job();
+        let target = ground.target();
+        refuse_parts(ground);
+        let run = ground.dies(&job, death, &format!("checkpoint --pid {}", target.pid()));
+        refuse_nothing(ground);
+        assert_eq!(
+            ground.must_be_sound(&job, death),
+            1,
+            "{death:?}: sealed is no image"
+        );
+        let resumed = ground.saver(&job).cli.run("resume");
+        let is_sealed = matches!(death.point, "spill:sealed" | "spill:completed");
+        assert_eq!(
+            resumed.code,
+            if is_sealed { 0 } else { 7 },
+            "{death:?}: {run:?} {resumed:?}"
+        );
+        assert_eq!(
+            ground.must_be_sound(&job, death),
+            1 + usize::from(is_sealed),
+            "{death:?}"
+        );
+        // The next save sweeps away what the dead one left.
+        let target = ground.target();
+        if !is_sealed {
+            ground
+                .saver(&job)
+                .cli
+                .ok(&format!("checkpoint --pid {}", target.pid()));
+        }
+        assert_eq!(spilled_files(ground, &job), 0, "{death:?}");
+    });
+}
+
+fn spilled_files(ground: &Ground, job: &str) -> usize {
+    fn count(folder: &std::path::Path) -> usize {
+        let entries = std::fs::read_dir(folder).into_iter().flatten();
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        paths
+            .map(|path| if path.is_dir() { count(&path) } else { 1 })
+            .sum()
+    }
+    count(&ground.spill.path().join("spill~").join(job))
+}
+
+#[test]
+fn a_resume_that_dies_is_taken_up_again() {
+    try_all(deaths(RESUME), |ground, death| {
+        let job = ground.job();
+        let target = ground.target();
+        refuse_parts(ground);
+        let spilled = ground
+            .saver(&job)
+            .cli
+            .run(&format!("checkpoint --pid {}", target.pid()));
+        refuse_nothing(ground);
+        assert_eq!(spilled.code, 11, "{spilled:?}");
+        let run = ground.dies(&job, death, "resume");
+        ground.must_be_sound(&job, death);
+        let again = ground.saver(&job).cli.run("resume");
+        let is_done = death.point == "resume:unsealed";
+        assert_eq!(
+            again.code,
+            if is_done { 7 } else { 0 },
+            "{death:?}: {run:?} {again:?}"
+        );
+        assert_eq!(ground.must_be_sound(&job, death), 2, "{death:?}");
+        assert_eq!(spilled_files(ground, &job), 0, "{death:?}");
+    });
+}
+
+#[test]
+fn a_restore_that_dies_leaves_the_image_as_it_was() {
+    try_all(deaths(RESTORE), |ground, death| {
+        let job = ground.job();
+        let mut fresh = ground.scene.fresh();
+        let args = format!("restore --pid {} --into-fresh", fresh.pid());
+        let run = ground.dies(&job, death, &args);
+        assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
+        if !death.is_kill() {
+            assert!([20, 21].contains(&run.code), "{death:?}: {run:?}");
+            if run.code == 20 {
+                // Nothing was done to it: it can have the image still.
+                ground.saver(&job).cli.ok(&args);
+                fresh.wait_for("step ");
+                ground.must_have_computed_rightly(fresh);
+            }
+        }
+    });
+}

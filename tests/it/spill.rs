@@ -1,0 +1,227 @@
+//! A save that the store does not take goes to the spill, and from there into the store later: nothing is lost, and nothing counts as an image before it is one.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::support::scene::{Saver, Scene, Watched, assert_failed, cause, told};
+use crate::support::{Run, Target};
+
+/// Requests that a save makes after BEGIN.
+const SITES: [(&str, &str); 5] = [
+    ("UploadPart", ".zst"),
+    ("CompleteMultipartUpload", ".zst"),
+    ("PutObject", ".frames.json"),
+    ("PutObject", "manifest"),
+    ("PutObject", "/log/"),
+];
+
+fn refuse((op, key): (&str, &str)) -> Value {
+    let action = json!({"status": 403, "code": "AccessDenied"});
+    json!([{"op": op, "key_contains": key, "action": action, "always": true}])
+}
+
+/// A place to spill to, and the binary that knows it.
+struct Spilling {
+    scene: Scene,
+    place: TempDir,
+}
+
+impl Spilling {
+    fn new() -> Self {
+        Self {
+            scene: Scene::new(&[]),
+            place: TempDir::new().expect("a temporary folder"),
+        }
+    }
+
+    fn saver(&self, more: &str) -> Saver {
+        let path = self.place.path().display();
+        let config = format!("[spill]\npath = \"{path}\"\n{more}");
+        self.scene.saver_with("job", "", &config)
+    }
+
+    /// A target that was saved while the store refused this.
+    fn spilled(&self, site: (&str, &str)) -> (Target, Run) {
+        let mut target = self.scene.target();
+        target.wait_for("step 2 ");
+        self.scene.server.set_rules(&refuse(site));
+        let saver = self.saver("");
+        let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+        self.scene.server.set_rules(&json!([]));
+        assert_eq!(run.code, 11, "{site:?}: {run:?}");
+        assert_eq!(told(&run), Some("checkpointed"), "{site:?}: {run:?}");
+        assert_eq!(run.report["next"], "resume", "{site:?}");
+        assert_eq!(saver.calls("cuCheckpointOperationComplete"), 1, "{site:?}");
+        assert_eq!(
+            self.scene.images("job"),
+            [0_u64; 0],
+            "{site:?}: sealed is no image"
+        );
+        (target, run)
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        files(self.place.path())
+    }
+}
+
+/// Everything below a directory but directories and what is there to be locked.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("a directory");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths
+        .flat_map(|path| match path.is_dir() {
+            true => files(&path),
+            false if path.extension().is_some_and(|ending| ending == "lock") => Vec::new(),
+            false => vec![path],
+        })
+        .collect()
+}
+
+#[test]
+fn what_the_store_refuses_after_begin_is_sealed_and_becomes_the_image_later() {
+    for site in SITES {
+        let spilling = Spilling::new();
+        let (mut target, run) = spilling.spilled(site);
+        assert!(
+            cause(&run).contains("store") || cause(&run).contains("log"),
+            "{run:?}"
+        );
+        assert!(
+            run.stderr.contains("resume it before this node goes away"),
+            "{run:?}"
+        );
+
+        let cli = spilling.saver("").cli;
+        let resumed = cli.ok("resume");
+        assert_eq!(resumed["generation"], 1, "{site:?}: {resumed}");
+        assert_eq!(spilling.scene.images("job"), [1], "{site:?}");
+        assert_eq!(
+            spilling.files(),
+            Vec::<PathBuf>::new(),
+            "{site:?}: nothing is left"
+        );
+        cli.ok("verify");
+        let again = cli.run("resume");
+        assert_eq!(again.code, 7, "{again:?}");
+
+        cli.ok(&format!("restore --pid {}", target.pid()));
+        spilling.scene.must_compute_on(&mut target);
+        spilling.scene.must_have_computed_rightly(target);
+    }
+}
+
+#[test]
+fn a_save_that_the_store_takes_leaves_nothing_in_the_spill() {
+    let spilling = Spilling::new();
+    let target = spilling.scene.target();
+    spilling
+        .saver("")
+        .cli
+        .ok(&format!("checkpoint --pid {}", target.pid()));
+    assert_eq!(spilling.files(), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn without_room_the_save_goes_on_and_says_that_there_is_no_spill() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    let file = spilling.place.path().join("file");
+    std::fs::write(&file, b"").expect("a file");
+    let config = format!("[spill]\npath = \"{}/in it\"\n", file.display());
+
+    let target = scene.target();
+    let saver = scene.saver_with("job", "", &config);
+    let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+    assert_eq!(run.code, 0, "{run:?}");
+    assert!(run.stderr.contains("there is no spill"), "{run:?}");
+
+    let target = scene.target();
+    scene.server.set_rules(&refuse(SITES[0]));
+    let saver = scene.saver_with("other", "", &config);
+    let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+    scene.server.set_rules(&json!([]));
+    assert_failed("no spill", &run, 12, "stream", &[]);
+    scene.must_not_be_committed("other", &saver);
+}
+
+#[test]
+fn a_damaged_spill_never_becomes_an_image() {
+    let spilling = Spilling::new();
+    let (_target, _) = spilling.spilled(SITES[0]);
+    let objects: Vec<_> = spilling
+        .files()
+        .into_iter()
+        .filter(|path| {
+            path.extension()
+                .is_some_and(|ending| ending == "zst" || ending == "json")
+        })
+        .filter(|path| !path.ends_with("sealed.json"))
+        .collect();
+    assert_eq!(
+        objects.len(),
+        5,
+        "two objects, two tables, a manifest: {objects:?}"
+    );
+    for path in objects {
+        let good = std::fs::read(&path).expect("readable");
+        let mut flipped = good.clone();
+        flipped[good.len() / 2] ^= 1;
+        for bad in [&flipped[..], &good[..good.len() - 1]] {
+            std::fs::write(&path, bad).expect("writable");
+            let run = spilling.saver("").cli.run("resume");
+            assert_eq!(run.code, 20, "{}: {run:?}", path.display());
+            assert_eq!(
+                spilling.scene.images("job"),
+                [0_u64; 0],
+                "{}",
+                path.display()
+            );
+        }
+        std::fs::write(&path, good).expect("writable");
+    }
+    spilling.saver("").cli.ok("resume");
+    spilling.saver("").cli.ok("verify");
+}
+
+#[test]
+fn a_sealed_save_does_not_set_back_a_job_that_went_on() {
+    let spilling = Spilling::new();
+    let (_target, _) = spilling.spilled(SITES[0]);
+    spilling.scene.save("job");
+    let run = spilling.saver("").cli.run("resume");
+    assert_failed("overtaken", &run, 4, "read", &["set the job back"]);
+    assert_eq!(spilling.scene.images("job"), [1]);
+    let is_sealed = |path: &PathBuf| path.ends_with("sealed.json");
+    assert!(
+        spilling.files().iter().any(is_sealed),
+        "the sealed save stays"
+    );
+}
+
+#[test]
+fn a_resume_that_is_killed_or_refused_is_taken_up_again() {
+    let spilling = Spilling::new();
+    let (_target, _) = spilling.spilled(SITES[0]);
+    for site in SITES {
+        spilling.scene.server.set_rules(&refuse(site));
+        let run = spilling.saver("").cli.run("resume");
+        assert_eq!(run.code, 11, "{site:?}: {run:?}");
+        let stall = json!([{"op": site.0, "key_contains": site.1, "action": {"stall": true}, "always": true}]);
+        spilling.scene.server.set_rules(&stall);
+        let saver = spilling.saver("");
+        let watched = Watched::start(&saver.cli, "resume");
+        let is_small = site.1 == "manifest" || site.1 == "/log/";
+        watched.until_phase(if is_small { "commit" } else { "stream" });
+        watched.signal("KILL");
+        assert_eq!(watched.wait().code, -1);
+        spilling.scene.server.set_rules(&json!([]));
+        assert_eq!(spilling.scene.images("job"), [0_u64; 0], "{site:?}");
+    }
+    spilling.saver("").cli.ok("resume");
+    assert_eq!(spilling.scene.images("job"), [1]);
+    spilling.saver("").cli.ok("verify");
+    assert_eq!(spilling.files(), Vec::<PathBuf>::new());
+}
