@@ -57,7 +57,7 @@ pub fn resume(session: &Session) -> Result<Outcome, Failure> {
     let work = AssertUnwindSafe(|| session.wait(finish_all(session, config, &mut clock)));
     let done = catch_unwind(work).unwrap_or_else(|panic| {
         let message = panic_message(panic.as_ref());
-        Err((clock.phase(), ResumeError::Panic { message }))
+        Err((clock.phase(), Box::new(ResumeError::Panic { message })))
     });
     match done {
         Ok(Some(image)) => Ok(outcome_of(session, &image, Vec::new(), clock.finish())),
@@ -66,11 +66,14 @@ pub fn resume(session: &Session) -> Result<Outcome, Failure> {
             let why = format!("no save of job {job} is sealed in {path} (spill.path)");
             Err(Failure::new(ExitCode::NothingToSave, Phase::Read, why))
         }
-        // The entry may stand in the log.
-        Err((Phase::Commit, error @ ResumeError::Panic { .. })) => {
-            Err(Failure::new(ExitCode::CommitUnknown, Phase::Commit, error))
+        Err((phase, error)) => {
+            let code = match *error {
+                // The entry may stand in the log.
+                ResumeError::Panic { .. } if phase == Phase::Commit => ExitCode::CommitUnknown,
+                _ => error.code(),
+            };
+            Err(Failure::new(code, phase, error))
         }
-        Err((phase, error)) => Err(Failure::new(error.code(), phase, error)),
     }
 }
 
@@ -137,15 +140,15 @@ impl ResumeError {
     }
 }
 
-/// Where the error belongs to.
-type Failed = (Phase, ResumeError);
+/// An error, and where it came up.
+type Failed = (Phase, Box<ResumeError>);
 
 async fn finish_all(
     session: &Session,
     config: &SpillConfig,
     clock: &mut PhaseClock,
 ) -> Result<Option<Image>, Failed> {
-    let reading = |error| (Phase::Read, error);
+    let reading = |error| (Phase::Read, Box::new(error));
     let disk = FileStore::open_below(&config.path, SPILL_DIRECTORY);
     let disk = disk.map_err(|error| reading(ResumeError::Spill(error)))?;
     let job = &session.config.job;
@@ -177,7 +180,7 @@ async fn finish_all(
                 last = Some(image);
             }
             // The others may be of use all the same; the first failure is told.
-            Err(error) => failed = failed.or(Some(error)),
+            Err(error) => failed = failed.or(Some((clock.phase(), error))),
         }
     }
     failed.map_or(Ok(last), Err)
@@ -193,20 +196,17 @@ struct Resuming<'a> {
 }
 
 impl Resuming<'_> {
-    async fn finish(&self, clock: &mut PhaseClock) -> Result<Image, Failed> {
+    async fn finish(&self, clock: &mut PhaseClock) -> Result<Image, Box<ResumeError>> {
         let job = &self.session.config.job;
         let store = &*self.session.store;
         let entry = &self.sealed.entry;
         clock.enter(Phase::Read);
-        let reading = |error| (Phase::Read, error);
         let here = self.session.store.describe();
         if here != self.sealed.store {
             let sealed_for = self.sealed.store.clone();
-            return Err(reading(ResumeError::Elsewhere { sealed_for, here }));
+            return Err(Box::new(ResumeError::Elsewhere { sealed_for, here }));
         }
-        let log = JobLog::read(store, job)
-            .await
-            .map_err(|error| reading(error.into()))?;
+        let log = JobLog::read(store, job).await.map_err(ResumeError::from)?;
         failpoint::pass("resume:read");
         let known = log.entries().find_map(|(slot, there)| match there {
             Entry::Image(image) if image.attempt == entry.attempt => Some(slot),
@@ -215,22 +215,17 @@ impl Resuming<'_> {
         let generation = match known {
             Some(slot) => slot,
             None => {
-                self.not_overtaken(&log).map_err(reading)?;
-                let (manifest, encoded) = self.manifest().await.map_err(reading)?;
+                self.not_overtaken(&log)?;
+                let (manifest, encoded) = self.manifest().await?;
                 clock.enter(Phase::Stream);
-                self.send_all(&manifest)
-                    .await
-                    .map_err(|error| (Phase::Stream, error))?;
+                self.send_all(&manifest).await?;
                 clock.enter(Phase::Commit);
-                self.enter(encoded)
-                    .await
-                    .map_err(|error| (Phase::Commit, error))?
+                self.enter(encoded).await?
             }
         };
         failpoint::pass("resume:entered");
         let opened = Image::open(store, job, ImageRef::Generation(generation)).await;
-        let (image, _) =
-            opened.map_err(|error| (Phase::Commit, ResumeError::Image(Box::new(error))))?;
+        let (image, _) = opened.map_err(|error| ResumeError::Image(Box::new(error)))?;
         if let Err(error) = self.clear_away().await {
             let why = crate::error::chain(&error).join(": ");
             tracing::warn!(

@@ -168,11 +168,11 @@ impl Memory {
 impl Provisions {
     fn prepare(driver: &Arc<Driver>, plan: &SavePlan) -> Result<Self, DriverError> {
         let depth = plan.ring_chunks.min(COPIES_UNDER_WAY);
-        let devices = driver.devices().iter().enumerate();
-        let queues = devices
-            .clone()
-            .map(|(device, _)| CopyQueue::prepare(driver, device, depth, STREAMS_OUT));
-        let tables = devices.map(|(_, gpu)| FrameTable::new(gpu.memory_len, plan.chunk_len));
+        let devices = driver.devices();
+        let queues =
+            (0..devices.len()).map(|device| CopyQueue::prepare(driver, device, depth, STREAMS_OUT));
+        let tables = devices.iter();
+        let tables = tables.map(|gpu| FrameTable::new(gpu.memory_len, plan.chunk_len));
         Ok(Self {
             queues: queues.collect::<Result<_, _>>()?,
             tables: tables.collect(),

@@ -506,21 +506,21 @@ mod tests {
 
     #[test]
     fn no_frame_is_left_behind_when_many_threads_push_at_once() {
-        const THREADS: u64 = 4;
-        const FRAMES: u64 = 12;
+        const THREADS: usize = 4;
+        const FRAMES: u8 = 12;
         for round in 0..200 {
             let (out, mut parts) = unbounded_channel();
             let (packing, frame_buffers) = packing(32, 2);
-            let table = FrameTable::new(100 * FRAMES, 100);
+            let table = FrameTable::new(100 * u64::from(FRAMES), 100);
             let shared = SharedPacker::new(Packer::new(0, table, packing, out));
             std::thread::scope(|scope| {
                 for thread in 0..THREADS {
                     let (shared, frame_buffers) = (&shared, &frame_buffers);
                     scope.spawn(move || {
-                        for index in (thread..FRAMES).step_by(THREADS as usize) {
+                        for index in (0..FRAMES).skip(thread).step_by(THREADS) {
                             let buffer = frame_buffers.acquire().unwrap().0;
-                            let frame = packed(&[index as u8; 9], buffer);
-                            shared.push(index, frame).unwrap();
+                            let frame = packed(&[index; 9], buffer);
+                            shared.push(index.into(), frame).unwrap();
                         }
                     });
                 }
@@ -530,7 +530,7 @@ mod tests {
             while let Ok(job) = parts.try_recv() {
                 bytes.extend(job.part.into_body().pieces.concat());
             }
-            let content: Vec<u8> = (0..FRAMES).flat_map(|index| [index as u8; 9]).collect();
+            let content: Vec<u8> = (0..FRAMES).flat_map(|index| [index; 9]).collect();
             assert_eq!(bytes[..content.len()], content[..]);
             assert_eq!(object.len, bytes.len() as u64);
         }

@@ -13,7 +13,8 @@ use super::{Node, S3Server};
 /// How to call the binary: on which node, with which store, job and configuration file.
 #[derive(Debug)]
 pub(crate) struct Ckptstream {
-    endpoint: String,
+    endpoint: Option<String>,
+    store: String,
     job: String,
     node: Option<Node>,
     /// `POINT=ACTION`, or nothing.
@@ -38,7 +39,8 @@ impl Ckptstream {
     pub(crate) fn new(server: &S3Server, job: &str) -> Self {
         let dir = TempDir::new().expect("a temporary folder");
         let this = Self {
-            endpoint: server.endpoint.clone(),
+            endpoint: Some(server.endpoint.clone()),
+            store: format!("s3://{BUCKET}/store"),
             job: job.to_owned(),
             node: None,
             failpoint: None,
@@ -50,6 +52,15 @@ impl Ckptstream {
     /// On this node.
     pub(crate) fn on(mut self, node: &Node) -> Self {
         self.node = Some(node.clone());
+        self
+    }
+
+    /// With another store: of the same server, or a directory (`file://…`).
+    pub(crate) fn in_store(mut self, url: &str) -> Self {
+        if url.starts_with("file://") {
+            self.endpoint = None;
+        }
+        self.store = url.to_owned();
         self
     }
 
@@ -70,12 +81,14 @@ impl Ckptstream {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ckptstream"));
         command
             .args(args.split_whitespace())
-            .args(["--job", &self.job, "--endpoint", &self.endpoint])
-            .args(["--store", &format!("s3://{BUCKET}/store")])
+            .args(["--job", &self.job, "--store", &self.store])
             .arg("--config")
             .arg(self.dir.path().join("config.toml"))
             .env_clear()
             .envs(ENVIRONMENT);
+        if let Some(endpoint) = &self.endpoint {
+            command.args(["--endpoint", endpoint]);
+        }
         if let Some(node) = &self.node {
             node.apply(&mut command);
         }
