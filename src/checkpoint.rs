@@ -40,13 +40,14 @@ use crate::outcome::{Outcome, StageOutcome};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, PipelineError, Saved, SavedLane};
 use crate::restore;
+use crate::sealed::Sealed;
 use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 use attempt::Attempt;
 use commit::commit;
 use memory::{Memory, plan};
-use spill::Spill;
+use spill::{NoSpill, Spill};
 
 /// How long a target may take to die before its state counts as unknown.
 pub(crate) const DYING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -90,7 +91,7 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
             panic.as_ref(),
         ))
     })?;
-    let mut spill = None;
+    let mut spill = Ok(None);
     let saved = catch_unwind(AssertUnwindSafe(|| {
         let memory = memory
             .unwrap_or_else(|panic| resume_unwind(panic))
@@ -99,7 +100,7 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
         spill = Spill::prepare(session, &driver, &target, &attempt);
         let places = Places {
             attempt: &attempt,
-            spill: spill.as_ref(),
+            spill: spill.as_ref().ok().and_then(Option::as_ref),
         };
         save(
             session, &mut clock, &driver, &target, places, running, memory,
@@ -114,7 +115,7 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
             panic.as_ref(),
         ))
     });
-    if let Some(spill) = &spill {
+    if let Ok(Some(spill)) = &spill {
         spill.give_back(session);
         // Unfinished uploads are still to be aborted.
         session.try_until_the_deadline();
@@ -123,6 +124,7 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
         Ok(saved) => saved,
         Err(mut failure) => {
             failure.attached.extend(attempt.abort_uploads(session, &[]));
+            failure.notes.extend(spill.err().map(|NoSpill(why)| why));
             return Err(failure);
         }
     };
@@ -358,6 +360,10 @@ fn take_in_hand(
                 ..
             } if suspended_under_an_image(session, &target) => ExitCode::NothingToSave,
             DriverError::WrongState {
+                found: ProcessState::Checkpointed,
+                ..
+            } if is_sealed(session) => ExitCode::Spilled,
+            DriverError::WrongState {
                 found: ProcessState::Failed,
                 ..
             } => ExitCode::Preflight,
@@ -386,6 +392,15 @@ fn suspended_under_an_image(session: &Session, target: &Target) -> bool {
         ImageRef::Latest,
     ));
     newest.is_ok_and(|(image, _skipped)| restore::is_saved_process(&image.manifest, target))
+}
+
+/// Whether a save of the job waits in the spill.
+fn is_sealed(session: &Session) -> bool {
+    let Some(config) = &session.config.spill else {
+        return false;
+    };
+    let waiting = session.wait(Sealed::waiting(config, &session.config.job));
+    waiting.is_ok_and(|waiting| !waiting.is_empty())
 }
 
 fn lock(

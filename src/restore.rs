@@ -38,7 +38,7 @@ use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, Pipeli
 use crate::session::{Interrupted, Session};
 use crate::target::{Target, TargetError};
 use gpu_map::{GpuPairs, is_identity, map_gpus};
-use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources};
+use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources, sealed_save};
 
 pub use read::{cat, verify};
 pub(crate) use read::{outcome_of, plan_code};
@@ -409,7 +409,12 @@ fn read_image(
     image: ImageRef,
     into_fresh: bool,
 ) -> Result<(Image, Vec<String>), Failure> {
+    let is_named = matches!(image, ImageRef::Generation(_));
     let (image, skipped) = open_image(session, image)?;
+    // An older image under a newer host memory computes on wrong; and nobody means an older one who does not name it.
+    if let Some(sealed) = sealed_save(session).filter(|_| !(is_named && into_fresh)) {
+        return Err(refused(Phase::Read, sealed.into()));
+    }
     if !into_fresh {
         must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
     }

@@ -13,6 +13,7 @@
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,11 +26,12 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::image::{Image, ImageError, ImageRef, LoadError, prove_landed};
 use crate::job_log::{CommitError, Entry, JobLog, LogError, append_image_unless};
-use crate::manifest::{FrameTable, Manifest, ManifestError, ObjectRecord};
+use crate::manifest::{FrameTable, Manifest, ManifestError, ObjectRecord, claim_key};
 use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
 use crate::pipeline::panic_message;
 use crate::plan::PART_COUNT_MAX;
+use crate::progress::LaneMeter;
 use crate::restore::outcome_of;
 use crate::sealed::{SPILL_DIRECTORY, Sealed, SealedError};
 use crate::session::Session;
@@ -92,14 +94,24 @@ enum ResumeError {
     Damaged { key: String, what: String },
     #[error("a key of the sealed save is not legal")]
     Key(#[from] BadKey),
-    #[error("the save was sealed for {sealed_for}, and the store is {here} (store.url)")]
-    Elsewhere { sealed_for: String, here: String },
+    #[error(
+        "the save was sealed for {sealed_for}, and {here} is not that store: {claim} is not there (store.url, store.endpoint)"
+    )]
+    Elsewhere {
+        sealed_for: String,
+        here: String,
+        claim: String,
+    },
     #[error("the job's log cannot be read")]
     Log(#[from] LogError),
     #[error(
-        "slot {slot} of the job's log was taken since the save began: {what}; the sealed save would set the job back"
+        "slot {slot} of the job's log was taken since the save began: {what}; the sealed save would set the job back (to give it up, remove {place})"
     )]
-    Overtaken { slot: u64, what: String },
+    Overtaken {
+        slot: u64,
+        what: String,
+        place: String,
+    },
     #[error("the sealed save is not in the store yet")]
     Store(#[from] StoreError),
     #[error("the sealed save has not landed")]
@@ -117,7 +129,7 @@ enum ResumeError {
 impl ResumeError {
     fn code(&self) -> ExitCode {
         match self {
-            Self::Overtaken { .. } | Self::InUse { .. } => ExitCode::NotOurs,
+            Self::Overtaken { .. } => ExitCode::NotOurs,
             Self::Commit(error) => match **error {
                 CommitError::Fenced { .. } => ExitCode::NotOurs,
                 CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
@@ -135,6 +147,7 @@ impl ResumeError {
             | Self::Store(_)
             | Self::Landing(_)
             | Self::Image(_)
+            | Self::InUse { .. }
             | Self::Panic { .. } => ExitCode::Spilled,
         }
     }
@@ -149,7 +162,7 @@ async fn finish_all(
     clock: &mut PhaseClock,
 ) -> Result<Option<Image>, Failed> {
     let reading = |error| (Phase::Read, Box::new(error));
-    let disk = FileStore::open_below(&config.path, SPILL_DIRECTORY);
+    let disk = FileStore::open_spill(&config.path, SPILL_DIRECTORY);
     let disk = disk.map_err(|error| reading(ResumeError::Spill(error)))?;
     let job = &session.config.job;
     let claimed = disk.claim(job.as_str()).await;
@@ -200,12 +213,10 @@ impl Resuming<'_> {
         let job = &self.session.config.job;
         let store = &*self.session.store;
         let entry = &self.sealed.entry;
-        clock.enter(Phase::Read);
-        let here = self.session.store.describe();
-        if here != self.sealed.store {
-            let sealed_for = self.sealed.store.clone();
-            return Err(Box::new(ResumeError::Elsewhere { sealed_for, here }));
+        if clock.phase() != Phase::Read {
+            clock.enter(Phase::Read);
         }
+        self.must_be_the_store().await?;
         let log = JobLog::read(store, job).await.map_err(ResumeError::from)?;
         failpoint::pass("resume:read");
         let known = log.entries().find_map(|(slot, there)| match there {
@@ -237,14 +248,19 @@ impl Resuming<'_> {
 
     /// Every object and frame table.
     async fn send_all(&self, manifest: &Manifest) -> Result<(), ResumeError> {
+        let meters: Vec<_> = manifest
+            .extents()
+            .map(|extent| LaneMeter::new(extent.device.clone(), extent.object.len))
+            .collect();
+        self.session.meter.announce(meters.clone());
         let mut tables = Vec::new();
         for extent in manifest.extents() {
             let table = self.small(&extent.table.key, extent.table.len).await?;
             FrameTable::decode_and_verify(&table, &extent.table, extent)?;
             tables.push(table);
         }
-        for (extent, table) in manifest.extents().zip(tables) {
-            self.send(&extent.object).await?;
+        for ((extent, table), meter) in manifest.extents().zip(tables).zip(meters) {
+            self.send(&extent.object, &meter).await?;
             self.put(&extent.table.key, table).await?;
             failpoint::pass("resume:table stored");
         }
@@ -280,6 +296,21 @@ impl Resuming<'_> {
         Ok((manifest, bytes))
     }
 
+    /// The store is the one in which the save began: the attempt's claim stands there, whatever its URL is called today.
+    async fn must_be_the_store(&self) -> Result<(), ResumeError> {
+        let store = &*self.session.store;
+        let attempt = &self.sealed.entry.attempt;
+        let claim = Key::of_job(&self.session.config.job, &claim_key(attempt))?;
+        match store.head(&claim).await? {
+            Some(_) => Ok(()),
+            None => Err(ResumeError::Elsewhere {
+                sealed_for: self.sealed.store.clone(),
+                here: store.describe(),
+                claim: claim.to_string(),
+            }),
+        }
+    }
+
     /// Who took a slot since the save began may have gone on with the job from an older image.
     fn is_in_the_way(&self, there: &Entry) -> bool {
         match there {
@@ -296,8 +327,12 @@ impl Resuming<'_> {
             .filter(|(slot, _)| *slot >= self.sealed.next_slot);
         match since.find(|(_, there)| self.is_in_the_way(there)) {
             Some((slot, there)) => {
-                let what = there.describe();
-                Err(ResumeError::Overtaken { slot, what })
+                let (job, attempt) = (&self.session.config.job, &self.sealed.entry.attempt);
+                Err(ResumeError::Overtaken {
+                    slot,
+                    what: there.describe(),
+                    place: format!("{}/{job}/data/{attempt}", self.spill.describe()),
+                })
             }
             None => Ok(()),
         }
@@ -337,7 +372,7 @@ impl Resuming<'_> {
     }
 
     /// Copies a data object into the store, unless it has landed there.
-    async fn send(&self, object: &ObjectRecord) -> Result<(), ResumeError> {
+    async fn send(&self, object: &ObjectRecord, meter: &LaneMeter) -> Result<(), ResumeError> {
         let store = &*self.session.store;
         let key = Key::of_job(&self.session.config.job, &object.key)?;
         if store.head(&key).await?.is_some() {
@@ -362,6 +397,14 @@ impl Resuming<'_> {
                 })?;
                 let receipt = store.put_part(key, upload, number, body).await?;
                 failpoint::pass("resume:part acknowledged");
+                for counted in [
+                    &meter.copied,
+                    &meter.coded,
+                    &meter.acknowledged,
+                    &meter.stored,
+                ] {
+                    counted.fetch_add(receipt.len, Ordering::Relaxed);
+                }
                 Ok::<_, ResumeError>(receipt)
             }
         });

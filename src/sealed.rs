@@ -8,8 +8,9 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::config::JobName;
-use crate::job_log::ImageEntry;
+use crate::config::{JobName, SpillConfig};
+use crate::job_log::{Entry, ImageEntry, JobLog};
+use crate::store::file::FileStore;
 use crate::store::{BadKey, Key, Store, StoreError};
 
 /// Directory below `spill.path` that holds the sealed saves of all jobs. No job can have this name, so it is apart from the images of a store in the same directory.
@@ -28,7 +29,7 @@ pub struct Sealed {
     pub format: u32,
     /// The job.
     pub job: String,
-    /// Where the image was to be kept, for people.
+    /// Where the image was to be kept, for people. `resume` knows the store by the attempt's claim in it.
     pub store: String,
     /// First free slot of the job's log when the save began: whoever has taken one since may have taken the job.
     pub next_slot: u64,
@@ -117,6 +118,20 @@ impl Sealed {
             found.extend(Self::read(spill, job, &attempt).await?);
         }
         Ok(found)
+    }
+
+    /// The sealed saves of a job in a configured spill, which nobody has made anything of yet. None where nothing was ever spilled.
+    ///
+    /// # Errors
+    /// [`SealedError`], also when `spill.path` is not there: it may hold some.
+    pub async fn waiting(spill: &SpillConfig, job: &JobName) -> Result<Vec<Self>, SealedError> {
+        Self::all(&FileStore::open_spill(&spill.path, SPILL_DIRECTORY)?, job).await
+    }
+
+    /// Whether no image was committed since the save began: then this one is the newest there is of the job.
+    pub fn is_ahead_of(&self, log: &JobLog) -> bool {
+        !log.entries()
+            .any(|(slot, there)| slot >= self.next_slot && matches!(there, Entry::Image(_)))
     }
 
     fn flaw(&self, job: &JobName, attempt: &str) -> Option<String> {

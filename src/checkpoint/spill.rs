@@ -55,6 +55,10 @@ pub(super) struct Spill {
     _claim: Claim,
 }
 
+/// There is none, although one is configured, and why: for whoever reads the verdict.
+#[derive(Debug)]
+pub(super) struct NoSpill(pub(super) String);
+
 /// Why there is no spill.
 #[derive(Debug, thiserror::Error)]
 enum SpillError {
@@ -89,8 +93,10 @@ impl Spill {
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
-    ) -> Option<Self> {
-        let config = session.config.spill.as_ref()?;
+    ) -> Result<Option<Self>, NoSpill> {
+        let Some(config) = &session.config.spill else {
+            return Ok(None);
+        };
         let path = || config.path.display().to_string();
         let reserved = session.wait(async {
             let mut uploads = Vec::new();
@@ -116,8 +122,9 @@ impl Spill {
             Ok(reserved) => reserved,
             Err(error) => {
                 let why = crate::error::chain(&error).join(": ");
-                tracing::warn!("there is no spill: {why}");
-                return None;
+                let why = format!("there is no spill: {why}");
+                tracing::warn!("{why}");
+                return Err(NoSpill(why));
             }
         };
         let store = Retrying::new(
@@ -130,12 +137,12 @@ impl Spill {
             store.set_deadline(deadline);
         }
         failpoint::pass("spill:room set aside");
-        Some(Self {
+        Ok(Some(Self {
             store: Arc::new(store),
             uploads,
             survives: config.survives,
             _claim: claim,
-        })
+        }))
     }
 
     /// An error comes with the disk, if that could be opened, on which these `uploads` are to be given back.
@@ -154,7 +161,7 @@ impl Spill {
         };
         let (above, job) = (config.path.clone(), &session.config.job);
         let opened =
-            tokio::task::spawn_blocking(move || FileStore::open_below(&above, SPILL_DIRECTORY));
+            tokio::task::spawn_blocking(move || FileStore::open_spill(&above, SPILL_DIRECTORY));
         let disk = match opened.await {
             Ok(Ok(disk)) => Arc::new(disk),
             Ok(Err(error)) => return Err((failed(error), None)),

@@ -13,6 +13,7 @@ use crate::codec::Decoder;
 use crate::driver::{BufferPool, Driver, DriverError, GpuUuid};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef, image_id};
+use crate::job_log::JobLog;
 use crate::manifest::{ExtentRecord, FrameTable};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
@@ -21,6 +22,7 @@ use crate::plan::{
     self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_buffer_len, fetch_groups, plan_load,
 };
 use crate::progress::LaneMeter;
+use crate::sealed::{Sealed, SealedError};
 use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
 
@@ -110,20 +112,67 @@ pub(super) fn open_image(
     session: &Session,
     which: ImageRef,
 ) -> Result<(Image, Vec<String>), Failure> {
+    let sealed = sealed_save(session);
+    if let Some(sealed) = &sealed {
+        tracing::warn!("{sealed}");
+    }
     let opened = session.wait(Image::open(&*session.store, &session.config.job, which));
     let (image, skipped) = opened.map_err(|error| {
-        let code = if matches!(error, ImageError::NoImage { .. }) {
-            ExitCode::NothingToRestore
-        } else {
-            ExitCode::RestoreRefused
-        };
-        Failure::new(code, Phase::Read, error)
+        let proves_absence = matches!(error, ImageError::NoImage { .. });
+        match sealed {
+            Some(sealed) if proves_absence => {
+                Failure::new(ExitCode::RestoreRefused, Phase::Read, sealed)
+            }
+            _ if proves_absence => Failure::new(ExitCode::NothingToRestore, Phase::Read, error),
+            _ => Failure::new(ExitCode::RestoreRefused, Phase::Read, error),
+        }
     })?;
     let skipped: Vec<String> = skipped.iter().map(ToString::to_string).collect();
     for skip in &skipped {
         tracing::warn!("skipped image {skip}");
     }
     Ok((image, skipped))
+}
+
+/// A save in the spill that is newer than every image of the job, or that cannot be ruled out.
+pub(super) fn sealed_save(session: &Session) -> Option<SealedSave> {
+    let config = session.config.spill.as_ref()?;
+    let job = &session.config.job;
+    let path = config.path.display().to_string();
+    let found = session.wait(async {
+        let waiting = Sealed::waiting(config, job).await?;
+        if waiting.is_empty() {
+            return Ok(false);
+        }
+        // A store that cannot be read is told by who reads it next.
+        let log = JobLog::read(&*session.store, job).await;
+        Ok(log.map_or(true, |log| {
+            waiting.iter().any(|sealed| sealed.is_ahead_of(&log))
+        }))
+    });
+    match found {
+        Ok(false) => None,
+        Ok(true) => Some(SealedSave::Waits {
+            job: job.to_string(),
+            path,
+        }),
+        Err(source) => Some(SealedSave::Unknown { path, source }),
+    }
+}
+
+/// See [`sealed_save`].
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SealedSave {
+    #[error(
+        "the newest save of job {job} is sealed in {path} (spill.path) and is no image yet; run `ckptstream resume`, or name an older image with --image and --into-fresh"
+    )]
+    Waits { job: String, path: String },
+    #[error("it cannot be known whether the newest save is sealed in {path} (spill.path)")]
+    Unknown {
+        path: String,
+        #[source]
+        source: SealedError,
+    },
 }
 
 /// An older image verifies, but the newest does not: nobody should take that for good news.

@@ -40,6 +40,9 @@ pub const UPLOADS: &str = ".uploads~";
 /// Files are for their owner: they hold a process's memory.
 const FILE_MODE: u32 = 0o600;
 
+/// Offset at which a part is kept whose place is not known yet: behind any object, and within the file sizes of common file systems (16 TiB with ext4).
+const FAR: u64 = 8 << 40;
+
 /// Bytes that are read at once.
 const READ_LEN: usize = 1 << 20;
 
@@ -61,6 +64,8 @@ pub struct FileStore {
 #[derive(Debug)]
 struct Disk {
     root: PathBuf,
+    /// The key of the configuration that names it, for messages.
+    setting: &'static str,
     uploads: Mutex<HashMap<UploadId, Upload>>,
 }
 
@@ -77,8 +82,14 @@ struct Upload {
 }
 
 impl Upload {
-    /// A place for a part, which no other part has: where it belongs in an object of equal parts, or behind everything.
+    /// A place for a part, which no other part has: where it belongs in an object of equal parts, or behind everything. The first one to come may be the short last one, and
+    /// then where it belongs is not known: unless it is number 1 it goes far away, and is moved when the upload is completed.
     fn place(&mut self, number: PartNumber, len: u64) -> u64 {
+        if self.places.is_empty() && number.get() > 1 {
+            self.stride = 0;
+            self.places.insert(number, FAR..FAR.saturating_add(len));
+            return FAR;
+        }
         self.stride = self.stride.max(len);
         let others = || self.places.iter().filter(|(other, _)| **other != number);
         let belongs = (u64::from(number.get()) - 1).saturating_mul(self.stride);
@@ -115,6 +126,7 @@ pub struct Claim {
 struct Doing<'a> {
     operation: &'static str,
     key: &'a str,
+    setting: &'static str,
 }
 
 impl Doing<'_> {
@@ -124,7 +136,7 @@ impl Doing<'_> {
         let advice = match error.kind() {
             Kind::NotFound => return StoreError::NotFound { operation, key },
             Kind::StorageFull | Kind::QuotaExceeded => {
-                "; make room there, or name another place (store.url)"
+                format!("; make room there ({})", self.setting)
             }
             Kind::ReadOnlyFilesystem
             | Kind::PermissionDenied
@@ -132,7 +144,7 @@ impl Doing<'_> {
             | Kind::NotADirectory
             | Kind::IsADirectory
             | Kind::InvalidFilename
-            | Kind::Unsupported => "; name another place (store.url)",
+            | Kind::Unsupported => format!("; name another place ({})", self.setting),
             _ => {
                 return StoreError::Transient {
                     operation,
@@ -146,7 +158,7 @@ impl Doing<'_> {
             operation,
             key,
             code: error.to_string(),
-            advice: advice.to_owned(),
+            advice,
         }
     }
 
@@ -186,18 +198,22 @@ impl FileStore {
     /// # Errors
     /// [`StoreError::Refused`] when it is no directory.
     pub fn open(root: &Path) -> Result<Self, StoreError> {
+        Self::open_as(root, "store.url")
+    }
+
+    fn open_as(root: &Path, setting: &'static str) -> Result<Self, StoreError> {
         let is_directory = fs::metadata(root).map(|found| found.is_dir());
         let (true, Ok(root)) = (is_directory.is_ok_and(|is| is), root.canonicalize()) else {
             return Err(StoreError::Refused {
                 operation: "open",
                 key: root.display().to_string(),
                 code: "there is no such directory".to_owned(),
-                advice: "; mount or make it, or name another place (store.url, spill.path)"
-                    .to_owned(),
+                advice: format!("; mount or make it, or name another place ({setting})"),
             });
         };
         let disk = Disk {
             root,
+            setting,
             uploads: Mutex::default(),
         };
         Ok(Self {
@@ -205,19 +221,21 @@ impl FileStore {
         })
     }
 
-    /// The store in a directory below one that is there.
+    /// The spill: the store in a directory of this name below one that is there (`spill.path`).
     ///
     /// # Errors
     /// As [`FileStore::open`], and when the directory cannot be made.
-    pub fn open_below(above: &Path, name: &str) -> Result<Self, StoreError> {
-        let above = Self::open(above)?;
+    pub fn open_spill(path: &Path, name: &str) -> Result<Self, StoreError> {
+        const SETTING: &str = "spill.path";
+        let above = Self::open_as(path, SETTING)?;
         let folder = above.disk.root.join(name);
         let doing = Doing {
             operation: "open",
             key: name,
+            setting: SETTING,
         };
         make_directories(&folder, doing)?;
-        Self::open(&folder)
+        Self::open_as(&folder, SETTING)
     }
 
     /// Makes sure that so many bytes fit into this upload's object; where a file system cannot set them aside, that `in_all` of them are free.
@@ -343,8 +361,12 @@ impl FileStore {
     ) -> Result<T, StoreError> {
         let (disk, own) = (Arc::clone(&self.disk), key.to_owned());
         let done = tokio::task::spawn_blocking(move || {
-            let key = own.as_str();
-            work(&disk, Doing { operation, key })
+            let doing = Doing {
+                operation,
+                key: own.as_str(),
+                setting: disk.setting,
+            };
+            work(&disk, doing)
         });
         done.await.unwrap_or_else(|error| {
             Err(StoreError::Transient {
@@ -506,7 +528,11 @@ impl Disk {
             return Err(doing.mismatch("CRC64NVME of the whole object".to_owned()));
         }
         let path = self.root.join(UPLOADS).join(&upload.0);
-        if is_in_place(&parts) {
+        let is_whole = is_in_place(&parts) || {
+            let moved = bring_near(&file, &parts);
+            moved.map_err(|error| doing.failed(error))?
+        };
+        if is_whole {
             file.set_len(len).map_err(|error| doing.failed(error))?;
             self.name_object(&file, &path, doing)?;
         } else {
@@ -637,19 +663,42 @@ fn is_in_place(parts: &[Placed]) -> bool {
     })
 }
 
+/// Copies the parts that went far away to where they belong, if all others are where they belong. Whether that was all.
+fn bring_near(file: &File, parts: &[Placed]) -> io::Result<bool> {
+    let mut end = 0;
+    let mut far = Vec::new();
+    for part in parts {
+        if part.offset >= FAR {
+            far.push((part, end));
+        } else if part.offset != end {
+            return Ok(false);
+        }
+        end += part.len;
+    }
+    for (part, to) in far {
+        copy(file, part, file, to)?;
+    }
+    Ok(true)
+}
+
 /// Parts of unequal lengths, one behind the other.
 fn join(from: &File, parts: &[Placed], to: &File) -> io::Result<()> {
-    let mut buffer = vec![0; READ_LEN];
     let mut end = 0;
     for part in parts {
-        let mut done = 0;
-        while done < part.len {
-            let len = usize::try_from(part.len - done).map_or(READ_LEN, |left| left.min(READ_LEN));
-            from.read_exact_at(&mut buffer[..len], part.offset + done)?;
-            to.write_all_at(&buffer[..len], end)?;
-            done += len as u64;
-            end += len as u64;
-        }
+        copy(from, part, to, end)?;
+        end += part.len;
+    }
+    Ok(())
+}
+
+fn copy(from: &File, part: &Placed, to: &File, offset: u64) -> io::Result<()> {
+    let mut buffer = vec![0; READ_LEN];
+    let mut done = 0;
+    while done < part.len {
+        let len = usize::try_from(part.len - done).map_or(READ_LEN, |left| left.min(READ_LEN));
+        from.read_exact_at(&mut buffer[..len], part.offset + done)?;
+        to.write_all_at(&buffer[..len], offset + done)?;
+        done += len as u64;
     }
     Ok(())
 }
@@ -1008,7 +1057,7 @@ mod tests {
         let id = store.begin_upload(&here).await.unwrap();
         let len = usize::try_from(PART_LEN_MIN).unwrap();
         let mut receipts = Vec::new();
-        for (part, bytes) in [(2, vec![2; len]), (1, vec![1; len]), (3, vec![3; 10])] {
+        for (part, bytes) in [(1, vec![1; len]), (3, vec![3; 10]), (2, vec![2; len])] {
             let put = store.put_part(&here, &id, number(part), body(&bytes));
             receipts.push(put.await.unwrap());
         }
@@ -1083,6 +1132,7 @@ mod tests {
         let doing = Doing {
             operation: "UploadPart",
             key: "a",
+            setting: "store.url",
         };
         for (errno, is_retryable) in [
             (libc_code::ENOSPC, false),

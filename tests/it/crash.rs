@@ -1,8 +1,7 @@
 //! Death at every step: of the saver, of the restorer, of whoever resumes. Afterwards a fresh process finds the old image or the new one, never neither and never a mixture, and what the dying one said of its target holds.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ckptstream::failpoint::{RESTORE, RESUME, SAVE, SPILL};
 use serde_json::json;
@@ -37,7 +36,9 @@ impl Death {
 struct Ground {
     scene: Scene,
     spill: TempDir,
-    jobs: AtomicUsize,
+    jobs: Cell<u32>,
+    /// After so many steps a target is saved.
+    steps: Cell<u64>,
     undisturbed: RefCell<Undisturbed>,
 }
 
@@ -52,7 +53,8 @@ impl Ground {
         Self {
             scene: Scene::new(&[]),
             spill: TempDir::new().expect("a temporary folder"),
-            jobs: AtomicUsize::new(0),
+            jobs: Cell::new(0),
+            steps: Cell::new(1),
             undisturbed: RefCell::new(Undisturbed {
                 target: Target::start(&Node::new("gpus=2;memory=64MiB"), TARGET),
                 lines: Vec::new(),
@@ -62,7 +64,9 @@ impl Ground {
 
     /// A job with one image of an earlier process.
     fn job(&self) -> String {
-        let job = format!("job-{}", self.jobs.fetch_add(1, Ordering::Relaxed));
+        let number = self.jobs.get();
+        self.jobs.set(number + 1);
+        let job = format!("job-{number}");
         self.scene.save(&job);
         job
     }
@@ -76,7 +80,7 @@ impl Ground {
     /// A target that has computed a little.
     fn target(&self) -> Target {
         let mut target = self.scene.target();
-        target.wait_for("step 1 ");
+        target.wait_for(&format!("step {} ", self.steps.get()));
         target
     }
 
@@ -99,7 +103,8 @@ impl Ground {
     fn must_be_sound(&self, job: &str, death: Death) -> usize {
         let images = self.scene.images(job);
         assert!(images == [1] || images == [2, 1], "{death:?}: {images:?}");
-        let cli = self.saver(job).cli;
+        // On another node, which does not see the spill.
+        let cli = self.scene.saver(job, "").cli;
         cli.ok("verify");
         let mut fresh = self.scene.fresh();
         cli.ok(&format!("restore --pid {} --into-fresh", fresh.pid()));
@@ -168,35 +173,37 @@ fn stage_of(death: Death) -> &'static str {
 
 #[test]
 fn a_save_that_dies_leaves_the_old_image_or_the_new_one() {
-    try_all(deaths(SAVE), |ground, death| {
-        let job = ground.job();
-        let mut target = ground.target();
-        let run = ground.dies(&job, death, &format!("checkpoint --pid {}", target.pid()));
-        let count = ground.must_be_sound(&job, death);
-        let is_entered = stage_of(death) == "complete" || death.point == "commit:entered";
-        assert_eq!(count, 1 + usize::from(is_entered), "{death:?}: {run:?}");
-        if stage_of(death) == "prepare" {
-            ground.scene.must_compute_on(&mut target);
-            ground.must_have_computed_rightly(target);
-        } else if !death.is_kill() {
-            // The spill catches what fails after BEGIN and before the commit.
-            let expected = match stage_of(death) {
-                "lock" | "begin" => &[10, 12][..],
-                "stream" | "land" => &[11, 12],
-                "commit" => &[11, 12, 13],
-                _ => &[14],
-            };
-            assert!(expected.contains(&run.code), "{death:?}: {run:?}");
-            match told(&run) {
-                Some("running") => {
-                    ground.scene.must_compute_on(&mut target);
-                    ground.must_have_computed_rightly(target);
-                }
-                Some(state) => assert_eq!(ground.scene.state_of(&target), state, "{death:?}"),
-                None => panic!("{death:?}: nothing is said of the target: {run:?}"),
+    try_all(deaths(SAVE), save);
+}
+
+fn save(ground: &Ground, death: Death) {
+    let job = ground.job();
+    let mut target = ground.target();
+    let run = ground.dies(&job, death, &format!("checkpoint --pid {}", target.pid()));
+    let count = ground.must_be_sound(&job, death);
+    let is_entered = stage_of(death) == "complete" || death.point == "commit:entered";
+    assert_eq!(count, 1 + usize::from(is_entered), "{death:?}: {run:?}");
+    if stage_of(death) == "prepare" {
+        ground.scene.must_compute_on(&mut target);
+        ground.must_have_computed_rightly(target);
+    } else if !death.is_kill() {
+        // The spill catches what fails after BEGIN and before the commit.
+        let expected = match stage_of(death) {
+            "lock" | "begin" => &[10, 12][..],
+            "stream" | "land" => &[11, 12],
+            "commit" => &[11, 12, 13],
+            _ => &[14],
+        };
+        assert!(expected.contains(&run.code), "{death:?}: {run:?}");
+        match told(&run) {
+            Some("running") => {
+                ground.scene.must_compute_on(&mut target);
+                ground.must_have_computed_rightly(target);
             }
+            Some(state) => assert_eq!(ground.scene.state_of(&target), state, "{death:?}"),
+            None => panic!("{death:?}: nothing is said of the target: {run:?}"),
         }
-    });
+    }
 }
 
 /// A save that the store did not take.
@@ -213,39 +220,41 @@ fn refuse_nothing(ground: &Ground) {
 
 #[test]
 fn a_spill_that_dies_is_sealed_or_is_not_there() {
-    try_all(deaths(SPILL), |ground, death| {
-        let job = ground.job();
-        let target = ground.target();
-        refuse_parts(ground);
-        let run = ground.dies(&job, death, &format!("checkpoint --pid {}", target.pid()));
-        refuse_nothing(ground);
-        assert_eq!(
-            ground.must_be_sound(&job, death),
-            1,
-            "{death:?}: sealed is no image"
-        );
-        let resumed = ground.saver(&job).cli.run("resume");
-        let is_sealed = matches!(death.point, "spill:sealed" | "spill:completed");
-        assert_eq!(
-            resumed.code,
-            if is_sealed { 0 } else { 7 },
-            "{death:?}: {run:?} {resumed:?}"
-        );
-        assert_eq!(
-            ground.must_be_sound(&job, death),
-            1 + usize::from(is_sealed),
-            "{death:?}"
-        );
-        // The next save sweeps away what the dead one left.
-        let target = ground.target();
-        if !is_sealed {
-            ground
-                .saver(&job)
-                .cli
-                .ok(&format!("checkpoint --pid {}", target.pid()));
-        }
-        assert_eq!(spilled_files(ground, &job), 0, "{death:?}");
-    });
+    try_all(deaths(SPILL), spill);
+}
+
+fn spill(ground: &Ground, death: Death) {
+    let job = ground.job();
+    let target = ground.target();
+    refuse_parts(ground);
+    let run = ground.dies(&job, death, &format!("checkpoint --pid {}", target.pid()));
+    refuse_nothing(ground);
+    assert_eq!(
+        ground.must_be_sound(&job, death),
+        1,
+        "{death:?}: sealed is no image"
+    );
+    let resumed = ground.saver(&job).cli.run("resume");
+    let is_sealed = matches!(death.point, "spill:sealed" | "spill:completed");
+    assert_eq!(
+        resumed.code,
+        if is_sealed { 0 } else { 7 },
+        "{death:?}: {run:?} {resumed:?}"
+    );
+    assert_eq!(
+        ground.must_be_sound(&job, death),
+        1 + usize::from(is_sealed),
+        "{death:?}"
+    );
+    // The next save sweeps away what the dead one left.
+    let target = ground.target();
+    if !is_sealed {
+        ground
+            .saver(&job)
+            .cli
+            .ok(&format!("checkpoint --pid {}", target.pid()));
+    }
+    assert_eq!(spilled_files(ground, &job), 0, "{death:?}");
 }
 
 fn spilled_files(ground: &Ground, job: &str) -> usize {
@@ -261,46 +270,146 @@ fn spilled_files(ground: &Ground, job: &str) -> usize {
 
 #[test]
 fn a_resume_that_dies_is_taken_up_again() {
-    try_all(deaths(RESUME), |ground, death| {
-        let job = ground.job();
-        let target = ground.target();
-        refuse_parts(ground);
-        let spilled = ground
-            .saver(&job)
-            .cli
-            .run(&format!("checkpoint --pid {}", target.pid()));
-        refuse_nothing(ground);
-        assert_eq!(spilled.code, 11, "{spilled:?}");
-        let run = ground.dies(&job, death, "resume");
-        ground.must_be_sound(&job, death);
-        let again = ground.saver(&job).cli.run("resume");
-        let is_done = death.point == "resume:unsealed";
-        assert_eq!(
-            again.code,
-            if is_done { 7 } else { 0 },
-            "{death:?}: {run:?} {again:?}"
-        );
-        assert_eq!(ground.must_be_sound(&job, death), 2, "{death:?}");
-        assert_eq!(spilled_files(ground, &job), 0, "{death:?}");
-    });
+    try_all(deaths(RESUME), resume);
+}
+
+fn resume(ground: &Ground, death: Death) {
+    let job = ground.job();
+    let target = ground.target();
+    refuse_parts(ground);
+    let spilled = ground
+        .saver(&job)
+        .cli
+        .run(&format!("checkpoint --pid {}", target.pid()));
+    refuse_nothing(ground);
+    assert_eq!(spilled.code, 11, "{spilled:?}");
+    let run = ground.dies(&job, death, "resume");
+    ground.must_be_sound(&job, death);
+    let again = ground.saver(&job).cli.run("resume");
+    let is_done = death.point == "resume:unsealed";
+    assert_eq!(
+        again.code,
+        if is_done { 7 } else { 0 },
+        "{death:?}: {run:?} {again:?}"
+    );
+    assert_eq!(ground.must_be_sound(&job, death), 2, "{death:?}");
+    assert_eq!(spilled_files(ground, &job), 0, "{death:?}");
 }
 
 #[test]
 fn a_restore_that_dies_leaves_the_image_as_it_was() {
-    try_all(deaths(RESTORE), |ground, death| {
-        let job = ground.job();
-        let mut fresh = ground.scene.fresh();
-        let args = format!("restore --pid {} --into-fresh", fresh.pid());
-        let run = ground.dies(&job, death, &args);
-        assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
-        if !death.is_kill() {
-            assert!([20, 21].contains(&run.code), "{death:?}: {run:?}");
-            if run.code == 20 {
-                // Nothing was done to it: it can have the image still.
-                ground.saver(&job).cli.ok(&args);
-                fresh.wait_for("step ");
-                ground.must_have_computed_rightly(fresh);
+    try_all(deaths(RESTORE), restore);
+}
+
+fn restore(ground: &Ground, death: Death) {
+    let job = ground.job();
+    let mut fresh = ground.scene.fresh();
+    let args = format!("restore --pid {} --into-fresh", fresh.pid());
+    let run = ground.dies(&job, death, &args);
+    assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
+    if !death.is_kill() {
+        assert!([20, 21].contains(&run.code), "{death:?}: {run:?}");
+        if run.code == 20 {
+            // Nothing was done to it: it can have the image still.
+            ground.saver(&job).cli.ok(&args);
+            fresh.wait_for("step ");
+            ground.must_have_computed_rightly(fresh);
+        }
+    }
+}
+
+/// What tries a death.
+type Try = fn(&Ground, Death);
+
+/// Where a trial may happen, and what tries it.
+const SCENES: [(&[&str], Try); 4] = [
+    (SAVE, save),
+    (SPILL, spill),
+    (RESUME, resume),
+    (RESTORE, restore),
+];
+
+/// A trial of `scripts/crash-trials.sh`: everything about it follows from its seed.
+#[derive(Debug)]
+struct Trial {
+    seed: u64,
+    death: Death,
+    steps: u64,
+    try_it: Try,
+}
+
+impl Trial {
+    fn of(seed: u64) -> Self {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut all: Vec<(&'static str, Try)> = Vec::new();
+        for (points, try_it) in SCENES {
+            all.extend(points.iter().map(|point| (*point, try_it)));
+        }
+        let (point, try_it) = all[random.usize(..all.len())];
+        // As often as the point is passed in any case: eight chunks, two GPUs.
+        let passes = match point {
+            _ if point.contains("chunk") => 5,
+            _ if ["part ", "object ", "table "]
+                .iter()
+                .any(|word| point.contains(word)) =>
+            {
+                2
             }
+            _ => 1,
+        };
+        Self {
+            seed,
+            death: Death {
+                point,
+                action: ACTIONS[random.usize(..ACTIONS.len())],
+                at: random.u64(1..=passes),
+            },
+            steps: random.u64(0..6),
+            try_it,
+        }
+    }
+}
+
+/// `CRASH_TRIALS` trials with the seeds from `CRASH_SEED` on. One that fails says its seed, and `CRASH_TRIALS=1` with that seed is the same one again.
+#[test]
+#[ignore = "as many as CRASH_TRIALS says: scripts/crash-trials.sh"]
+#[expect(clippy::print_stderr, reason = "seeds, for who runs the script")]
+fn trials() {
+    let number = |name: &str| {
+        std::env::var(name)
+            .ok()
+            .and_then(|text| text.parse::<u64>().ok())
+    };
+    let count = number("CRASH_TRIALS").expect("CRASH_TRIALS: how many");
+    let first = number("CRASH_SEED").unwrap_or_else(|| fastrand::u64(..1 << 32));
+    let seeds = Mutex::new(first..first + count);
+    let failed = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let mut ground = Ground::new();
+                loop {
+                    let seed = seeds.lock().expect("no holder panics").next();
+                    let Some(seed) = seed else { return };
+                    let trial = Trial::of(seed);
+                    ground.steps.set(trial.steps);
+                    let tried = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                        (trial.try_it)(&ground, trial.death);
+                    }));
+                    if tried.is_err() {
+                        eprintln!("failed: CRASH_SEED={seed} CRASH_TRIALS=1 ({trial:?})");
+                        failed.lock().expect("no holder panics").push(trial.seed);
+                        // What it left would be taken for the next one's.
+                        ground = Ground::new();
+                    }
+                }
+            });
         }
     });
+    let failed = failed.into_inner().expect("no holder panics");
+    eprintln!(
+        "{count} trials from seed {first} on, {} failed",
+        failed.len()
+    );
+    assert!(failed.is_empty(), "seeds {failed:?}");
 }

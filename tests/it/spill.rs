@@ -290,7 +290,7 @@ fn one_process_at_a_time_uses_the_spill_of_a_job() {
     assert_failed(
         "in use",
         &run,
-        4,
+        11,
         "read",
         &["another save or resume of job job"],
     );
@@ -314,7 +314,7 @@ fn a_save_is_resumed_into_the_store_that_it_was_sealed_for() {
         &run,
         3,
         "read",
-        &["s3://images/store", "s3://images/elsewhere"],
+        &["s3://images/store", "s3://images/elsewhere", "attempt.json"],
     );
     spilling.saver("").cli.ok("resume");
 }
@@ -343,4 +343,46 @@ fn a_directory_is_a_store_like_any_other() {
     let fresh = scene.fresh();
     let run = absent.run(&format!("restore --pid {} --into-fresh", fresh.pid()));
     assert_eq!(run.code, 3, "{run:?}");
+}
+
+#[test]
+fn nobody_gets_an_older_image_while_a_newer_save_waits() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    // Nothing but the sealed save: that is no proof that there is none.
+    let (mut target, _) = spilling.spilled(SITES[0]);
+    let fresh = scene.fresh();
+    let cli = spilling.saver("").cli;
+    let into_fresh = format!("restore --pid {} --into-fresh", fresh.pid());
+    let run = cli.run(&into_fresh);
+    assert_failed("no image yet", &run, 20, "read", &["ckptstream resume"]);
+    assert_eq!(cli.run("verify").code, 20);
+    let run = cli.run(&format!("checkpoint --pid {}", target.pid()));
+    assert_eq!(
+        (run.code, &run.report["next"]),
+        (11, &json!("resume")),
+        "{run:?}"
+    );
+    cli.ok("resume");
+    cli.ok(&format!("restore --pid {}", target.pid()));
+    scene.must_compute_on(&mut target);
+
+    // The very process, saved once more, and sealed: the image in the store is older than its host memory.
+    scene.server.set_rules(&refuse(SITES[0]));
+    let run = cli.run(&format!("checkpoint --pid {}", target.pid()));
+    scene.server.set_rules(&json!([]));
+    assert_eq!(run.code, 11, "{run:?}");
+    for args in [
+        format!("restore --pid {}", target.pid()),
+        into_fresh.clone(),
+    ] {
+        let run = cli.run(&args);
+        assert_failed(&args, &run, 20, "read", &["ckptstream resume"]);
+    }
+    // Who names it means it.
+    cli.ok(&format!("{into_fresh} --image 00000001"));
+    cli.ok("resume");
+    cli.ok(&format!("restore --pid {}", target.pid()));
+    scene.must_compute_on(&mut target);
+    scene.must_have_computed_rightly(target);
 }
