@@ -45,6 +45,8 @@ const SLACK_SHARE: u64 = 64;
 const SLACK_MIN: u64 = 64 << 20;
 /// A disk that does not answer for so long is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The same while the target is locked.
+const TOP_UP_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Room for one save.
 pub(super) struct Spill {
@@ -211,7 +213,7 @@ impl Spill {
 
     /// The target is locked, and its memory as large as it will be: sets aside what it took since.
     pub(super) fn top_up(&self, session: &Session, driver: &Driver) {
-        let topped_up = session.wait(async {
+        let topping_up = async {
             let used = used_memory(driver)?;
             let in_all = used.iter().copied().fold(0, u64::saturating_add);
             for (open, used) in self.uploads.iter().zip(used) {
@@ -223,6 +225,14 @@ impl Spill {
                 })?;
             }
             Ok::<_, SpillError>(())
+        };
+        // The target stands still meanwhile.
+        let topped_up = session.wait(async {
+            let done = tokio::time::timeout(TOP_UP_PATIENCE, topping_up).await;
+            done.unwrap_or_else(|_elapsed| {
+                let path = self.store.describe();
+                Err(SpillError::Hangs { path })
+            })
         });
         if let Err(error) = topped_up {
             let why = crate::error::chain(&error).join(": ");
