@@ -206,7 +206,7 @@ fn save(
             clock.enter(Phase::Spill);
             let sealed = spill.seal(session, driver, target, places.attempt, &begun, &mut memory);
             return Err(match sealed {
-                Ok(()) => sealed_after(session, driver, target, spill, begun, failure),
+                Ok(()) => sealed_after(driver, target, spill, begun, failure),
                 Err(error) => not_sealed(failure, error.as_ref()),
             });
         }
@@ -292,7 +292,6 @@ fn keep(
 
 /// The store failed, and the spill has the save: the GPUs are given up. What went wrong first stays the cause.
 fn sealed_after(
-    session: &Session,
     driver: &Driver,
     target: &Target,
     spill: &Spill,
@@ -302,11 +301,9 @@ fn sealed_after(
     let completed = begun.complete();
     failpoint::pass("spill:completed");
     failure.code = ExitCode::Spilled;
-    if let Some(config) = &session.config.spill {
-        failure.notes.push(spill.note(&config.path));
-    }
+    failure.notes.push(spill.note());
     if let Err(error) = completed {
-        let why = crate::error::chain(&error).join(": ");
+        let why = crate::error::one_line(&error);
         failure
             .attached
             .push(format!("the target is not as asked: {why}"));
@@ -323,7 +320,7 @@ fn is_the_drivers(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
 
 /// Neither the store nor the spill has the save.
 fn not_sealed(mut failure: Failure, error: &(dyn Error + Send + Sync + 'static)) -> Failure {
-    let why = crate::error::chain(error).join(": ");
+    let why = crate::error::one_line(error);
     failure
         .attached
         .push(format!("the spill failed too: {why}"));
@@ -433,7 +430,7 @@ fn lock(
 /// Says that the roll back failed, if it did: the target is then held by us, and stays so.
 fn after_unlock(mut failure: Failure, unlocked: Result<RunningProcess, DriverError>) -> Failure {
     let Err(error) = unlocked else { return failure };
-    let chain = crate::error::chain(&error).join(": ");
+    let chain = crate::error::one_line(&error);
     failure
         .attached
         .push(format!("the target could not be unlocked: {chain}"));
@@ -516,10 +513,7 @@ fn panicked(
     phase: Phase,
     panic: &(dyn std::any::Any + Send),
 ) -> Failure {
-    let cause = Box::new(PipelineError::Panic {
-        stage: "story",
-        message: pipeline::panic_message(panic),
-    });
+    let cause = Box::new(PipelineError::of_story(panic));
     match phase {
         Phase::Prepare | Phase::Lock => not_begun(session, driver, target, phase, cause),
         Phase::Commit => Failure {

@@ -243,6 +243,11 @@ pub fn chain(error: &(dyn std::error::Error + 'static)) -> Vec<String> {
         .collect()
 }
 
+/// An error and its sources in one line, outermost first.
+pub fn one_line(error: &(dyn std::error::Error + 'static)) -> String {
+    chain(error).join(": ")
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} failed (exit {})", self.phase, self.code.code())

@@ -14,7 +14,7 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use crate::codec::seek_table::SeekTableError;
 use crate::codec::{Crc64, Digest};
 use crate::config::JobName;
-use crate::error::chain;
+use crate::error::one_line;
 use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError};
 use crate::manifest::{self, ExtentRecord, FrameTable, Manifest, ManifestError};
 use crate::store::{BadKey, Key, ObjectInfo, Store, StoreError};
@@ -105,7 +105,7 @@ pub struct Skipped {
 
 impl fmt::Display for Skipped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let reasons = chain(&self.flaw).join(": ");
+        let reasons = one_line(&self.flaw);
         write!(f, "{}: {reasons}", image_id(self.generation))
     }
 }
@@ -647,7 +647,7 @@ pub(crate) async fn prove_landed(
             Ok(()) => return Ok(info.etag),
             Err(flaw) if reads_left == 0 => return Err(flaw),
             Err(flaw) => {
-                let flaw = chain(&flaw).join(": ");
+                let flaw = one_line(&flaw);
                 tracing::warn!("read back with damage, reading again: {flaw}");
             }
         }

@@ -38,7 +38,7 @@ use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, Pipeli
 use crate::session::{Interrupted, Session};
 use crate::target::{Target, TargetError};
 use gpu_map::{GpuPairs, is_identity, map_gpus};
-use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources, sealed_save};
+use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources};
 
 pub use read::{cat, verify};
 pub(crate) use read::{outcome_of, plan_code};
@@ -60,10 +60,7 @@ pub fn restore(
         Err(Failure::new(
             ExitCode::RestoreRefused,
             clock.phase(),
-            PipelineError::Panic {
-                stage: "story",
-                message: pipeline::panic_message(panic.as_ref()),
-            },
+            PipelineError::of_story(panic.as_ref()),
         ))
     });
     Ok(Outcome {
@@ -143,11 +140,8 @@ pub(crate) fn bring_back(
     let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
     failpoint::pass("restore:prepared");
     let run = AssertUnwindSafe(|| transfer.run(driver, suspended, pairs, &point));
-    let done = catch_unwind(run).unwrap_or_else(|panic| {
-        let message = pipeline::panic_message(panic.as_ref());
-        let stage = "story";
-        Err(PipelineError::Panic { stage, message }.into())
-    });
+    let done = catch_unwind(run)
+        .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()));
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
         failure.targets = vec![look(driver, target)];
@@ -174,11 +168,7 @@ pub(crate) fn bring_back(
     }));
     let ended: Result<(), Box<dyn Error + Send + Sync>> = match ended {
         Ok(ended) => ended.map_err(|error: DriverError| error.into()),
-        Err(panic) => {
-            let message = pipeline::panic_message(panic.as_ref());
-            let stage = "story";
-            Err(PipelineError::Panic { stage, message }.into())
-        }
+        Err(panic) => Err(PipelineError::of_story(panic.as_ref()).into()),
     };
     ended.map_err(|cause| failed(clock.phase(), cause))?;
     Ok(loaded)
@@ -410,9 +400,9 @@ fn read_image(
     into_fresh: bool,
 ) -> Result<(Image, Vec<String>), Failure> {
     let is_named = matches!(image, ImageRef::Generation(_));
-    let (image, skipped) = open_image(session, image)?;
+    let (image, skipped, sealed) = open_image(session, image)?;
     // An older image under a newer host memory computes on wrong; and nobody means an older one who does not name it.
-    if let Some(sealed) = sealed_save(session).filter(|_| !(is_named && into_fresh)) {
+    if let Some(sealed) = sealed.filter(|_| !(is_named && into_fresh)) {
         return Err(refused(Phase::Read, sealed.into()));
     }
     if !into_fresh {

@@ -37,7 +37,9 @@ use crate::sealed::{SPILL_DIRECTORY, Sealed, SealedError};
 use crate::session::Session;
 use crate::store::file::FileStore;
 use crate::store::retry::{RetryPolicy, Retrying};
-use crate::store::{BadKey, Key, PartBody, PartNumber, PutOutcome, Store, StoreError};
+use crate::store::{
+    BadKey, Key, PartBody, PartNumber, PutOutcome, Store, StoreError, crc64_of_parts,
+};
 
 /// Length of a part, unless the object would have too many of them.
 const PART_LEN: u64 = 16 << 20;
@@ -238,7 +240,7 @@ impl Resuming<'_> {
         let opened = Image::open(store, job, ImageRef::Generation(generation)).await;
         let (image, _) = opened.map_err(|error| ResumeError::Image(Box::new(error)))?;
         if let Err(error) = self.clear_away().await {
-            let why = crate::error::chain(&error).join(": ");
+            let why = crate::error::one_line(&error);
             tracing::warn!(
                 "the image is committed, but the spill could not be cleared away: {why}"
             );
@@ -415,9 +417,7 @@ impl Resuming<'_> {
             .try_collect::<Vec<_>>()
             .await;
         let checked = sent.and_then(|receipts| {
-            let sum = receipts.iter().fold(Crc64::EMPTY, |sum, part| {
-                sum.combine(Crc64::from_value(part.crc64), part.len)
-            });
+            let sum = crc64_of_parts(&receipts);
             if sum == object.crc64 {
                 return Ok(receipts);
             }
@@ -440,7 +440,7 @@ impl Resuming<'_> {
             let aborted = self.session.store_after_begin.abort_upload(&key, &upload);
             let why = match tokio::time::timeout(ABORT_TIMEOUT, aborted).await {
                 Ok(Ok(())) => None,
-                Ok(Err(left)) => Some(crate::error::chain(&left).join(": ")),
+                Ok(Err(left)) => Some(crate::error::one_line(&left)),
                 Err(_elapsed) => Some(format!("no answer within {ABORT_TIMEOUT:?}")),
             };
             if let Some(why) = why {

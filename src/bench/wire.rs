@@ -12,7 +12,7 @@ use super::BenchError;
 use super::measure::{Took, timed};
 use super::place::Place;
 use crate::codec::Crc64;
-use crate::store::{Key, PartBody, PartNumber, PartReceipt, UploadId};
+use crate::store::{Key, PartBody, PartNumber, PartReceipt, UploadId, crc64_of_parts};
 
 /// How much goes over the wire in one run.
 #[derive(Debug, Clone, Copy)]
@@ -60,12 +60,8 @@ impl Amount {
         let (len, took) = timed(|| {
             runtime.block_on(async {
                 let receipts = self.send(place, &key, &upload, &loads).await?;
-                let mut whole = Crc64::of(&[]);
-                let mut len = 0;
-                for receipt in &receipts {
-                    whole = whole.combine(Crc64::from_value(receipt.crc64), receipt.len);
-                    len += receipt.len;
-                }
+                let whole = crc64_of_parts(&receipts);
+                let len = receipts.iter().map(|receipt| receipt.len).sum();
                 let store = &place.store;
                 store
                     .complete_upload(&key, &upload, &receipts, len, whole.value())

@@ -139,7 +139,7 @@ impl Attempt {
             aborted.err().map(|error| {
                 format!(
                     "an unfinished upload stays in the store: {}",
-                    crate::error::chain(&error).join(": ")
+                    crate::error::one_line(&error)
                 )
             })
         });

@@ -10,7 +10,6 @@
 //! | after it | a sealed save, which `resume` finishes |
 
 use std::error::Error;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -52,7 +51,7 @@ const TOP_UP_PATIENCE: Duration = Duration::from_millis(500);
 pub(super) struct Spill {
     store: Arc<Retrying<FileStore>>,
     uploads: Vec<OpenUpload>,
-    survives: Survives,
+    config: SpillConfig,
     /// Nobody else has the job's part of the spill.
     _claim: Claim,
 }
@@ -99,31 +98,16 @@ impl Spill {
         let Some(config) = &session.config.spill else {
             return Ok(None);
         };
-        let path = || config.path.display().to_string();
         let reserved = session.wait(async {
-            let mut uploads = Vec::new();
-            let reserving = Self::reserve(session, config, driver, target, attempt, &mut uploads);
             // A disk that hangs must not hold up a save that the store would take.
-            match tokio::time::timeout(PATIENCE, reserving).await {
-                Ok(Ok((disk, claim))) => Ok((disk, claim, uploads)),
-                Ok(Err((error, disk))) => {
-                    for open in disk
-                        .iter()
-                        .flat_map(|disk| uploads.iter().map(move |open| (disk, open)))
-                    {
-                        let (disk, OpenUpload { key, upload, .. }) = open;
-                        // It is swept away by a later save at the latest.
-                        let _given_back = disk.abort_upload(key, upload).await;
-                    }
-                    Err(error)
-                }
-                Err(_elapsed) => Err(SpillError::Hangs { path: path() }),
-            }
+            let reserving = Self::reserve(session, config, driver, target, attempt);
+            let reserved = tokio::time::timeout(PATIENCE, reserving).await;
+            reserved.unwrap_or_else(|_elapsed| Err(hangs(config)))
         });
         let (disk, claim, uploads) = match reserved {
             Ok(reserved) => reserved,
             Err(error) => {
-                let why = crate::error::chain(&error).join(": ");
+                let why = crate::error::one_line(&error);
                 let why = format!("there is no spill: {why}");
                 tracing::warn!("{why}");
                 return Err(NoSpill(why));
@@ -142,73 +126,91 @@ impl Spill {
         Ok(Some(Self {
             store: Arc::new(store),
             uploads,
-            survives: config.survives,
+            config: config.clone(),
             _claim: claim,
         }))
     }
 
-    /// An error comes with the disk, if that could be opened, on which these `uploads` are to be given back.
     async fn reserve(
         session: &Session,
         config: &SpillConfig,
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
-        uploads: &mut Vec<OpenUpload>,
-    ) -> Result<(Arc<FileStore>, Claim), (SpillError, Option<Arc<FileStore>>)> {
-        let path = || config.path.display().to_string();
-        let failed = |source| SpillError::Store {
-            path: path(),
-            source,
-        };
-        let (above, job) = (config.path.clone(), &session.config.job);
-        let opened =
-            tokio::task::spawn_blocking(move || FileStore::open_spill(&above, SPILL_DIRECTORY));
-        let disk = match opened.await {
-            Ok(Ok(disk)) => Arc::new(disk),
-            Ok(Err(error)) => return Err((failed(error), None)),
-            Err(_it_ended) => return Err((SpillError::Hangs { path: path() }, None)),
-        };
-        let reserved = async {
-            disk.sweep().await.map_err(failed)?;
-            let claim = disk.claim(job.as_str()).await.map_err(failed)?;
-            let claim = claim.ok_or_else(|| SpillError::InUse {
-                path: path(),
-                job: job.to_string(),
-            })?;
-            remove_unsealed(&*disk, job).await?;
-            let used = used_memory(driver)?;
-            let in_all = used.iter().copied().fold(0, u64::saturating_add);
-            for (device, (gpu, used)) in driver.devices().iter().zip(&used).enumerate() {
-                let key = object_key(job, &attempt.nonce, target, gpu)?;
-                let upload = disk.begin_upload(&key).await.map_err(failed)?;
-                uploads.push(OpenUpload {
-                    device,
-                    key: key.clone(),
-                    upload: upload.clone(),
-                });
-                let reserved = disk.reserve(&key, &upload, with_slack(*used), in_all).await;
-                reserved.map_err(failed)?;
+    ) -> Result<(Arc<FileStore>, Claim, Vec<OpenUpload>), SpillError> {
+        let failed = |source| not_set_aside(config, source);
+        let job = &session.config.job;
+        let path = config.path.clone();
+        let opening =
+            tokio::task::spawn_blocking(move || FileStore::open_spill(&path, SPILL_DIRECTORY));
+        let opened = opening.await.map_err(|_it_ended| hangs(config))?;
+        let disk = Arc::new(opened.map_err(failed)?);
+        disk.sweep().await.map_err(failed)?;
+        let claim = disk.claim(job.as_str()).await.map_err(failed)?;
+        let claim = claim.ok_or_else(|| SpillError::InUse {
+            path: config.path.display().to_string(),
+            job: job.to_string(),
+        })?;
+        remove_unsealed(&*disk, job).await?;
+        let mut uploads = Vec::new();
+        let room = Self::set_aside(
+            session,
+            config,
+            driver,
+            target,
+            attempt,
+            &disk,
+            &mut uploads,
+        );
+        if let Err(error) = room.await {
+            for open in &uploads {
+                // It is swept away by a later save at the latest.
+                let _given_back = disk.abort_upload(&open.key, &open.upload).await;
             }
-            if let Some(deadline) = session.deadline {
-                let took = disk.measure(MEASURED_LEN).await.map_err(failed)?;
-                let needed = time_needed(in_all, took, session.config.pipeline.threads);
-                let left = deadline.saturating_duration_since(Instant::now());
-                // Half of it at least is for the store.
-                let latest = deadline.checked_sub(needed).filter(|_| needed * 2 <= left);
-                let latest = latest.ok_or_else(|| SpillError::TooSlow {
-                    path: path(),
-                    needed,
-                    left,
-                })?;
-                session.end_tries_at(latest);
-            }
-            Ok(claim)
-        };
-        match reserved.await {
-            Ok(claim) => Ok((disk, claim)),
-            Err(error) => Err((error, Some(disk))),
+            return Err(error);
         }
+        Ok((disk, claim, uploads))
+    }
+
+    /// Room for what every GPU uses, and the time that writing it takes. What was begun is in `uploads`, also after an error.
+    async fn set_aside(
+        session: &Session,
+        config: &SpillConfig,
+        driver: &Driver,
+        target: &Target,
+        attempt: &Attempt,
+        disk: &FileStore,
+        uploads: &mut Vec<OpenUpload>,
+    ) -> Result<(), SpillError> {
+        let failed = |source| not_set_aside(config, source);
+        let used = used_memory(driver)?;
+        let in_all = used.iter().copied().fold(0, u64::saturating_add);
+        for (device, (gpu, used)) in driver.devices().iter().zip(&used).enumerate() {
+            let key = object_key(&session.config.job, &attempt.nonce, target, gpu)?;
+            let upload = disk.begin_upload(&key).await.map_err(failed)?;
+            uploads.push(OpenUpload {
+                device,
+                key: key.clone(),
+                upload: upload.clone(),
+            });
+            let reserved = disk.reserve(&key, &upload, with_slack(*used), in_all).await;
+            reserved.map_err(failed)?;
+        }
+        let Some(deadline) = session.deadline else {
+            return Ok(());
+        };
+        let took = disk.measure(MEASURED_LEN).await.map_err(failed)?;
+        let needed = time_needed(in_all, took, session.config.pipeline.threads);
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Half of it at least is for the store.
+        let latest = deadline.checked_sub(needed).filter(|_| needed * 2 <= left);
+        let latest = latest.ok_or_else(|| SpillError::TooSlow {
+            path: config.path.display().to_string(),
+            needed,
+            left,
+        })?;
+        session.end_tries_at(latest);
+        Ok(())
     }
 
     /// The target is locked, and its memory as large as it will be: sets aside what it took since.
@@ -219,23 +221,18 @@ impl Spill {
             for (open, used) in self.uploads.iter().zip(used) {
                 let disk = self.store.inner();
                 let reserved = disk.reserve(&open.key, &open.upload, with_slack(used), in_all);
-                reserved.await.map_err(|source| SpillError::Store {
-                    path: disk.describe(),
-                    source,
-                })?;
+                let reserved = reserved.await;
+                reserved.map_err(|source| not_set_aside(&self.config, source))?;
             }
             Ok::<_, SpillError>(())
         };
         // The target stands still meanwhile.
         let topped_up = session.wait(async {
             let done = tokio::time::timeout(TOP_UP_PATIENCE, topping_up).await;
-            done.unwrap_or_else(|_elapsed| {
-                let path = self.store.describe();
-                Err(SpillError::Hangs { path })
-            })
+            done.unwrap_or_else(|_elapsed| Err(hangs(&self.config)))
         });
         if let Err(error) = topped_up {
-            let why = crate::error::chain(&error).join(": ");
+            let why = crate::error::one_line(&error);
             tracing::warn!("the spill may be too small: {why}");
         }
     }
@@ -288,9 +285,9 @@ impl Spill {
     }
 
     /// What a person has to know about a sealed save.
-    pub(super) fn note(&self, path: &Path) -> String {
-        let path = path.display();
-        match self.survives {
+    pub(super) fn note(&self) -> String {
+        let path = self.config.path.display();
+        match self.config.survives {
             Survives::Node => format!("the save is sealed in {path}"),
             Survives::Process => {
                 format!("the save is sealed in {path}; resume it before this node goes away")
@@ -303,10 +300,23 @@ impl Spill {
         for open in &self.uploads {
             let given_back = session.wait(self.store.abort_upload(&open.key, &open.upload));
             if let Err(error) = given_back {
-                let why = crate::error::chain(&error).join(": ");
+                let why = crate::error::one_line(&error);
                 tracing::warn!("room in the spill was not given back: {why}");
             }
         }
+    }
+}
+
+fn not_set_aside(config: &SpillConfig, source: StoreError) -> SpillError {
+    SpillError::Store {
+        path: config.path.display().to_string(),
+        source,
+    }
+}
+
+fn hangs(config: &SpillConfig) -> SpillError {
+    SpillError::Hangs {
+        path: config.path.display().to_string(),
     }
 }
 

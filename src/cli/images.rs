@@ -201,7 +201,7 @@ fn skipped_rows(skipped: &[Skipped]) -> Vec<SkippedRow> {
     let row = |skip: &Skipped| SkippedRow {
         image: image_id(skip.generation),
         generation: skip.generation,
-        reason: crate::error::chain(&skip.flaw).join(": "),
+        reason: crate::error::one_line(&skip.flaw),
     };
     skipped.iter().map(row).collect()
 }

@@ -95,3 +95,13 @@ pub enum PipelineError {
     #[error("cancelled")]
     Cancelled,
 }
+
+impl PipelineError {
+    /// A panic of the story around the pipeline.
+    pub(crate) fn of_story(panic: &(dyn std::any::Any + Send)) -> Self {
+        Self::Panic {
+            stage: "story",
+            message: panic_message(panic),
+        }
+    }
+}

@@ -26,7 +26,7 @@ use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
 use crate::plan::Chunks;
 use crate::progress::{LaneMeter, Meter};
-use crate::store::{Key, PartReceipt, Store, UploadId};
+use crate::store::{Key, PartReceipt, Store, UploadId, crc64_of_parts};
 
 /// One extent and the object that it becomes.
 #[derive(Debug)]
@@ -271,9 +271,7 @@ fn put_together(
     let lanes = targets.into_iter().zip(objects).zip(receipts);
     let lanes = lanes.map(|((target, object), parts)| {
         let object = object.ok_or(PipelineError::Cancelled)?;
-        let crc64 = parts.iter().fold(Crc64::EMPTY, |crc64, part| {
-            crc64.combine(Crc64::from_value(part.crc64), part.len)
-        });
+        let crc64 = crc64_of_parts(&parts);
         Ok(SavedLane {
             key: target.key,
             upload: target.upload,

@@ -32,7 +32,7 @@ use crate::store::{Key, Store};
 /// Exit 6 without an image, 3 when the store cannot be reached, 20 when a byte is not what was saved.
 pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
     let clock = PhaseClock::start(&session.meter, Phase::Read);
-    let (image, skipped) = open_image(session, image).map_err(reads_only)?;
+    let (image, skipped, _warned_of) = open_image(session, image).map_err(reads_only)?;
     let loaded = load_nowhere(session, &image)
         .map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
     if !skipped.is_empty() {
@@ -59,7 +59,7 @@ pub fn cat(
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     let clock = PhaseClock::start(&session.meter, Phase::Read);
-    let (image, _warned_of) = open_image(session, image).map_err(reads_only)?;
+    let (image, _skipped, _sealed) = open_image(session, image).map_err(reads_only)?;
     let extent = choose_extent(&image, gpu)
         .map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
     cat_extent(session, &extent, out)
@@ -108,34 +108,38 @@ pub(crate) fn outcome_of(
     }
 }
 
+/// The image, the newer ones that were passed over, and a newer save that is sealed.
 pub(super) fn open_image(
     session: &Session,
     which: ImageRef,
-) -> Result<(Image, Vec<String>), Failure> {
+) -> Result<(Image, Vec<String>, Option<SealedSave>), Failure> {
     let sealed = sealed_save(session);
     if let Some(sealed) = &sealed {
         tracing::warn!("{sealed}");
     }
     let opened = session.wait(Image::open(&*session.store, &session.config.job, which));
-    let (image, skipped) = opened.map_err(|error| {
-        let proves_absence = matches!(error, ImageError::NoImage { .. });
-        match sealed {
-            Some(sealed) if proves_absence => {
-                Failure::new(ExitCode::RestoreRefused, Phase::Read, sealed)
-            }
-            _ if proves_absence => Failure::new(ExitCode::NothingToRestore, Phase::Read, error),
-            _ => Failure::new(ExitCode::RestoreRefused, Phase::Read, error),
+    let (image, skipped, sealed) = match (opened, sealed) {
+        (Ok((image, skipped)), sealed) => (image, skipped, sealed),
+        (Err(ImageError::NoImage { .. }), Some(sealed)) => {
+            return Err(Failure::new(ExitCode::RestoreRefused, Phase::Read, sealed));
         }
-    })?;
+        (Err(error), _) => {
+            let code = match error {
+                ImageError::NoImage { .. } => ExitCode::NothingToRestore,
+                _ => ExitCode::RestoreRefused,
+            };
+            return Err(Failure::new(code, Phase::Read, error));
+        }
+    };
     let skipped: Vec<String> = skipped.iter().map(ToString::to_string).collect();
     for skip in &skipped {
         tracing::warn!("skipped image {skip}");
     }
-    Ok((image, skipped))
+    Ok((image, skipped, sealed))
 }
 
 /// A save in the spill that is newer than every image of the job, or that cannot be ruled out.
-pub(super) fn sealed_save(session: &Session) -> Option<SealedSave> {
+fn sealed_save(session: &Session) -> Option<SealedSave> {
     let config = session.config.spill.as_ref()?;
     let job = &session.config.job;
     let path = config.path.display().to_string();

@@ -11,6 +11,9 @@
 //! An object gets its name by `link`, which never replaces what stands there, or where a file system has no hard links by a rename that does not either. What was written is dropped from the page cache once it is
 //! synced, so that whoever reads it back reads the disk. The length of an object says nothing about its bytes and no checksum is kept beside it: [`Store::head`] names none, and who needs to know reads.
 
+mod layout;
+mod names;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -22,26 +25,22 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
-use rustix::fs::{
-    Advice, CWD, FallocateFlags, FlockOperation, RenameFlags, fadvise, fallocate, flock, fstatvfs,
-    renameat_with,
-};
+use rustix::fs::{Advice, FallocateFlags, FlockOperation, fadvise, fallocate, flock, fstatvfs};
 use rustix::process::{Resource, getrlimit};
 
 use super::{
-    Key, Listed, ObjectInfo, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome,
-    RangeSink, RetryLimit, Store, StoreError, UploadId,
+    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, RetryLimit,
+    Store, StoreError, UploadId,
 };
 use crate::codec::Crc64;
+use layout::{Placed, Upload, bring_near, join, named_parts};
+use names::{Doing, entries, in_directory, make_directories, name_once, sync_directory};
 
 /// Directory below the root for what is not an object yet. No job can have this name.
 pub const UPLOADS: &str = ".uploads~";
 
 /// Files are for their owner: they hold a process's memory.
 const FILE_MODE: u32 = 0o600;
-
-/// Offset at which a part is kept whose place is not known yet: behind any object, and within the file sizes of common file systems (16 TiB with ext4).
-const FAR: u64 = 8 << 40;
 
 /// Bytes that are read at once.
 const READ_LEN: usize = 1 << 20;
@@ -51,9 +50,6 @@ const LOCK_ENDING: &str = ".lock";
 
 /// Age from which a file that is not locked was left by the dead.
 const SWEEP_AGE: Duration = Duration::from_secs(60);
-
-/// How often a directory is made again that somebody removed before a file came into it.
-const DIRECTORY_TRIES: u32 = 5;
 
 /// See the module.
 #[derive(Debug)]
@@ -69,127 +65,10 @@ struct Disk {
     uploads: Mutex<HashMap<UploadId, Upload>>,
 }
 
-#[derive(Debug)]
-struct Upload {
-    key: Key,
-    file: Arc<File>,
-    /// Length of the longest part so far. All parts of ours but the last are as long as each other, and then each is written where it stays.
-    stride: u64,
-    /// Where parts are, or are being written.
-    places: BTreeMap<PartNumber, Range<u64>>,
-    /// Those that are there.
-    parts: BTreeMap<PartNumber, Placed>,
-}
-
-impl Upload {
-    /// A place for a part, which no other part has: where it belongs in an object of equal parts, or behind everything. The first one to come may be the short last one, and
-    /// then where it belongs is not known: unless it is number 1 it goes far away, and is moved when the upload is completed.
-    fn place(&mut self, number: PartNumber, len: u64) -> u64 {
-        if self.places.is_empty() && number.get() > 1 {
-            self.stride = 0;
-            self.places.insert(number, FAR..FAR.saturating_add(len));
-            return FAR;
-        }
-        self.stride = self.stride.max(len);
-        let others = || self.places.iter().filter(|(other, _)| **other != number);
-        let belongs = (u64::from(number.get()) - 1).saturating_mul(self.stride);
-        let range = belongs..belongs.saturating_add(len);
-        let is_free =
-            others().all(|(_, taken)| taken.end <= range.start || range.end <= taken.start);
-        let offset = match is_free {
-            true => belongs,
-            false => others().map(|(_, taken)| taken.end).max().unwrap_or(0),
-        };
-        self.places
-            .insert(number, offset..offset.saturating_add(len));
-        offset
-    }
-}
-
-/// A part in the upload's file.
-#[derive(Debug, Clone)]
-struct Placed {
-    offset: u64,
-    len: u64,
-    crc64: u64,
-    etag: String,
-}
-
 /// See [`FileStore::claim`].
 #[derive(Debug)]
 pub struct Claim {
     _locked: File,
-}
-
-/// What was being done to which key, for errors.
-#[derive(Debug, Clone, Copy)]
-struct Doing<'a> {
-    operation: &'static str,
-    key: &'a str,
-    setting: &'static str,
-}
-
-impl Doing<'_> {
-    fn failed(self, error: io::Error) -> StoreError {
-        use io::ErrorKind as Kind;
-        let (operation, key) = (self.operation, self.key.to_owned());
-        let advice = match error.kind() {
-            Kind::NotFound => return StoreError::NotFound { operation, key },
-            Kind::StorageFull | Kind::QuotaExceeded => {
-                format!("; make room there ({})", self.setting)
-            }
-            Kind::ReadOnlyFilesystem
-            | Kind::PermissionDenied
-            | Kind::FileTooLarge
-            | Kind::NotADirectory
-            | Kind::IsADirectory
-            | Kind::InvalidFilename
-            | Kind::Unsupported => format!("; name another place ({})", self.setting),
-            _ => {
-                return StoreError::Transient {
-                    operation,
-                    key,
-                    what: error.to_string(),
-                    source: Some(Box::new(error)),
-                };
-            }
-        };
-        StoreError::Refused {
-            operation,
-            key,
-            code: error.to_string(),
-            advice,
-        }
-    }
-
-    /// After an fsync that failed the kernel may have forgotten what it could not write: another one that succeeds proves nothing.
-    fn unsynced(self, error: &io::Error) -> StoreError {
-        self.refused(format!("fsync: {error}; what was written is void"))
-    }
-
-    fn refused(self, code: String) -> StoreError {
-        StoreError::Refused {
-            operation: self.operation,
-            key: self.key.to_owned(),
-            code,
-            advice: String::new(),
-        }
-    }
-
-    fn mismatch(self, what: String) -> StoreError {
-        StoreError::Mismatch {
-            operation: self.operation,
-            key: self.key.to_owned(),
-            what,
-        }
-    }
-
-    fn not_found(self) -> StoreError {
-        StoreError::NotFound {
-            operation: self.operation,
-            key: self.key.to_owned(),
-        }
-    }
 }
 
 impl FileStore {
@@ -393,25 +272,17 @@ impl Disk {
         let folder = self.root.join(UPLOADS);
         let name = format!("{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
         let path = folder.join(&name);
-        let mut tries = 0;
-        loop {
-            let mut options = OpenOptions::new();
-            options.read(true).write(true).create_new(true);
-            match options.mode(FILE_MODE).open(&path) {
-                Ok(file) => {
-                    // Says that its owner lives, where the file system has locks; where it has none, nobody sweeps.
-                    let _advice_only = flock(&file, FlockOperation::NonBlockingLockExclusive);
-                    return Ok((path, name, file));
-                }
-                Err(error)
-                    if error.kind() == io::ErrorKind::NotFound && tries < DIRECTORY_TRIES =>
-                {
-                    tries += 1;
-                    make_directories(&folder, doing)?;
-                }
-                Err(error) => return Err(doing.failed(error)),
-            }
-        }
+        let mut options = OpenOptions::new();
+        options
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(FILE_MODE);
+        let created = in_directory(&folder, doing, || options.open(&path))?;
+        let file = created.map_err(|error| doing.failed(error))?;
+        // Says that its owner lives, where the file system has locks; where it has none, nobody sweeps.
+        let _advice_only = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        Ok((path, name, file))
     }
 
     /// Syncs the file and gives it the key's name, unless something has it.
@@ -427,23 +298,14 @@ impl Disk {
         let _advice_only = fadvise(file, 0, None, Advice::DontNeed);
         let to = self.path(key);
         let folder = to.parent().unwrap_or(&self.root);
-        let mut tries = 0;
-        loop {
-            match name_once(from, &to) {
-                Ok(()) => break,
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    // Whoever acts on it must find it after a crash, too.
-                    sync_directory(folder, doing)?;
-                    return Ok(PutOutcome::AlreadyExists);
-                }
-                Err(error)
-                    if error.kind() == io::ErrorKind::NotFound && tries < DIRECTORY_TRIES =>
-                {
-                    tries += 1;
-                    make_directories(folder, doing)?;
-                }
-                Err(error) => return Err(doing.failed(error)),
+        match in_directory(folder, doing, || name_once(from, &to))? {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                // Whoever acts on it must find it after a crash, too.
+                sync_directory(folder, doing)?;
+                return Ok(PutOutcome::AlreadyExists);
             }
+            Err(error) => return Err(doing.failed(error)),
         }
         // It is there for all to see by now: whether it stays is not known.
         sync_directory(folder, doing).map_err(|error| StoreError::GaveUp {
@@ -464,10 +326,7 @@ impl Disk {
         body: &PartBody,
         doing: Doing<'_>,
     ) -> Result<PartReceipt, StoreError> {
-        let sum = body.pieces.iter().fold(Crc64::EMPTY, |sum, piece| {
-            sum.combine(Crc64::of(piece), piece.len() as u64)
-        });
-        if sum.value() != body.crc64 {
+        if !body.has_its_checksum() {
             return Err(doing.refused(format!("part {number} is not what its checksum says")));
         }
         let (file, mut offset) = {
@@ -521,6 +380,7 @@ impl Disk {
         if sent_len != len {
             return Err(doing.refused(format!("{sent_len} bytes, announced {len}")));
         }
+        // Of what was written, whatever the receipts say.
         let sum = parts.iter().fold(Crc64::EMPTY, |sum, part| {
             sum.combine(Crc64::from_value(part.crc64), part.len)
         });
@@ -528,10 +388,7 @@ impl Disk {
             return Err(doing.mismatch("CRC64NVME of the whole object".to_owned()));
         }
         let path = self.root.join(UPLOADS).join(&upload.0);
-        let is_whole = is_in_place(&parts) || {
-            let moved = bring_near(&file, &parts);
-            moved.map_err(|error| doing.failed(error))?
-        };
+        let is_whole = bring_near(&file, &parts).map_err(|error| doing.failed(error))?;
         if is_whole {
             file.set_len(len).map_err(|error| doing.failed(error))?;
             self.name_object(&file, &path, doing)?;
@@ -617,162 +474,6 @@ impl Disk {
             folder = empty.parent();
         }
         sync_directory(&self.root, doing)
-    }
-}
-
-/// The parts that these receipts name.
-fn named_parts(
-    open: &Upload,
-    receipts: &[PartReceipt],
-    doing: Doing<'_>,
-) -> Result<Vec<Placed>, StoreError> {
-    if receipts.is_empty() {
-        return Err(doing.refused("no part is named".to_owned()));
-    }
-    if receipts
-        .windows(2)
-        .any(|pair| pair[0].number >= pair[1].number)
-    {
-        return Err(doing.refused("parts must ascend".to_owned()));
-    }
-    let mut parts = Vec::with_capacity(receipts.len());
-    for (index, receipt) in receipts.iter().enumerate() {
-        let number = receipt.number;
-        let part = open
-            .parts
-            .get(&number)
-            .filter(|part| part.etag == receipt.etag)
-            .ok_or_else(|| doing.refused(format!("part {number} is not as it was sent")))?;
-        if part.len < PART_LEN_MIN && index + 1 < receipts.len() {
-            return Err(doing.refused(format!(
-                "part {number} has {} bytes, least {PART_LEN_MIN}",
-                part.len
-            )));
-        }
-        parts.push(part.clone());
-    }
-    Ok(parts)
-}
-
-fn is_in_place(parts: &[Placed]) -> bool {
-    let mut end = 0;
-    parts.iter().all(|part| {
-        let here = part.offset == end;
-        end += part.len;
-        here
-    })
-}
-
-/// Copies the parts that went far away to where they belong, if all others are where they belong. Whether that was all.
-fn bring_near(file: &File, parts: &[Placed]) -> io::Result<bool> {
-    let mut end = 0;
-    let mut far = Vec::new();
-    for part in parts {
-        if part.offset >= FAR {
-            far.push((part, end));
-        } else if part.offset != end {
-            return Ok(false);
-        }
-        end += part.len;
-    }
-    for (part, to) in far {
-        copy(file, part, file, to)?;
-    }
-    Ok(true)
-}
-
-/// Parts of unequal lengths, one behind the other.
-fn join(from: &File, parts: &[Placed], to: &File) -> io::Result<()> {
-    let mut end = 0;
-    for part in parts {
-        copy(from, part, to, end)?;
-        end += part.len;
-    }
-    Ok(())
-}
-
-fn copy(from: &File, part: &Placed, to: &File, offset: u64) -> io::Result<()> {
-    let mut buffer = vec![0; READ_LEN];
-    let mut done = 0;
-    while done < part.len {
-        let len = usize::try_from(part.len - done).map_or(READ_LEN, |left| left.min(READ_LEN));
-        from.read_exact_at(&mut buffer[..len], part.offset + done)?;
-        to.write_all_at(&buffer[..len], offset + done)?;
-        done += len as u64;
-    }
-    Ok(())
-}
-
-/// Gives a file another name that nothing has.
-fn name_once(from: &Path, to: &Path) -> io::Result<()> {
-    match fs::hard_link(from, to) {
-        // A link over a network may have been made although the answer says that something was there: then that is this very file.
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_same(from, to) => Ok(()),
-        Err(error) if no_links(&error) => {
-            Ok(renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?)
-        }
-        linked => linked,
-    }
-}
-
-/// Whether a file system says that it has no hard links, or none for us.
-fn no_links(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied | io::ErrorKind::TooManyLinks
-    )
-}
-
-fn is_same(one: &Path, other: &Path) -> bool {
-    let identity = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
-    matches!((identity(one), identity(other)), (Ok(one), Ok(other)) if one == other)
-}
-
-/// Makes a directory with all above it that are not there, each synced into the one above it.
-fn make_directories(folder: &Path, doing: Doing<'_>) -> Result<(), StoreError> {
-    if folder.as_os_str().is_empty() || folder.is_dir() {
-        return Ok(());
-    }
-    let above = folder.parent().unwrap_or(Path::new("/"));
-    make_directories(above, doing)?;
-    match fs::create_dir(folder) {
-        Ok(()) => sync_directory(above, doing),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
-        Err(error) => Err(doing.failed(error)),
-    }
-}
-
-/// Makes the names in a directory last.
-fn sync_directory(folder: &Path, doing: Doing<'_>) -> Result<(), StoreError> {
-    let folder = if folder.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        folder
-    };
-    let opened = match File::open(folder) {
-        Ok(opened) => opened,
-        // Somebody removed it: then nothing in it needs to last.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(doing.failed(error)),
-    };
-    opened.sync_all().map_err(|error| doing.unsynced(&error))
-}
-
-/// What is in a directory; nothing where there is none.
-fn entries(folder: &Path, doing: Doing<'_>) -> Result<Vec<fs::DirEntry>, StoreError> {
-    match fs::read_dir(folder) {
-        Ok(entries) => entries
-            .collect::<io::Result<_>>()
-            .map_err(|error| doing.failed(error)),
-        Err(error)
-            if matches!(
-                error.kind(),
-                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
-            ) =>
-        {
-            Ok(Vec::new())
-        }
-        Err(error) => Err(doing.failed(error)),
     }
 }
 
@@ -1021,6 +722,7 @@ impl Store for FileStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::PART_LEN_MIN;
 
     fn key(text: &str) -> Key {
         Key::new(text).unwrap()
@@ -1062,7 +764,12 @@ mod tests {
             receipts.push(put.await.unwrap());
         }
         let parts: Vec<Placed> = store.disk.uploads()[&id].parts.values().cloned().collect();
-        assert!(is_in_place(&parts), "{parts:?}");
+        let ends = parts.iter().scan(0, |end, part| {
+            let start = *end;
+            *end += part.len;
+            Some(start)
+        });
+        assert!(ends.eq(parts.iter().map(|part| part.offset)), "{parts:?}");
         store.abort_upload(&here, &id).await.unwrap();
         assert_eq!(files(root.path()), Vec::<PathBuf>::new());
     }

@@ -13,7 +13,7 @@ use futures::future::{BoxFuture, FutureExt};
 
 use super::{
     Key, Listed, ObjectInfo, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome,
-    RangeSink, Store, StoreError, UploadId,
+    RangeSink, Store, StoreError, UploadId, flaw_of_parts,
 };
 use crate::codec::Crc64;
 
@@ -107,35 +107,18 @@ impl MemoryStore {
         let mut state = self.lock();
         let open = state.uploads.get(upload).filter(|open| open.key == *key);
         let open = open.ok_or_else(|| not_found(OPERATION, key))?;
-        if parts.is_empty() {
-            return Err(refused("MalformedXML", "no part is named".to_owned()));
-        }
-        if parts
-            .windows(2)
-            .any(|pair| pair[0].number >= pair[1].number)
-        {
-            return Err(refused("InvalidPartOrder", "parts must ascend".to_owned()));
+        let sent = |number| {
+            let part = open.parts.get(&number)?;
+            Some((part.etag.as_str(), part.len))
+        };
+        if let Some((code, what)) = flaw_of_parts(parts, self.part_len_min, sent) {
+            return Err(refused(code, what));
         }
         let mut joined = BytesMut::new();
-        for (index, receipt) in parts.iter().enumerate() {
-            let number = receipt.number;
-            let part = open
-                .parts
-                .get(&number)
-                .filter(|part| part.etag == receipt.etag);
-            let part = part.ok_or_else(|| refused("InvalidPart", format!("part {number}")))?;
-            if part.len < self.part_len_min && index + 1 < parts.len() {
-                return Err(refused(
-                    "EntityTooSmall",
-                    format!(
-                        "part {number} has {} bytes, least {}",
-                        part.len, self.part_len_min
-                    ),
-                ));
+        for receipt in parts {
+            for piece in &open.parts[&receipt.number].pieces {
+                joined.extend_from_slice(piece);
             }
-            part.pieces
-                .iter()
-                .for_each(|piece| joined.extend_from_slice(piece));
         }
         let bytes = joined.freeze();
         if bytes.len() as u64 != len {
@@ -234,10 +217,7 @@ impl Store for MemoryStore {
     ) -> BoxFuture<'a, Result<PartReceipt, StoreError>> {
         const OPERATION: &str = "UploadPart";
         async move {
-            let sum = body.pieces.iter().fold(Crc64::of(&[]), |sum, piece| {
-                sum.combine(Crc64::of(piece), piece.len() as u64)
-            });
-            if sum.value() != body.crc64 {
+            if !body.has_its_checksum() {
                 return Err(StoreError::Refused {
                     operation: OPERATION,
                     key: key.to_string(),

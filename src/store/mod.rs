@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 use self::file::FileStore;
 use self::retry::{RetryPolicy, Retrying};
 use self::s3::S3Store;
+use crate::codec::Crc64;
 use crate::config::{JobName, StoreConfig, StorePlace};
 use crate::progress::Meter;
 
@@ -136,6 +137,14 @@ impl PartBody {
         let len = pieces.iter().map(|piece| piece.len() as u64).sum();
         Self { pieces, len, crc64 }
     }
+
+    /// Whether the bytes are those that the checksum was taken over.
+    pub(crate) fn has_its_checksum(&self) -> bool {
+        let sum = self.pieces.iter().fold(Crc64::EMPTY, |sum, piece| {
+            sum.combine(Crc64::of(piece), piece.len() as u64)
+        });
+        sum.value() == self.crc64
+    }
 }
 
 /// What the store gave for a part; completing the upload needs it.
@@ -149,6 +158,44 @@ pub struct PartReceipt {
     pub len: u64,
     /// CRC64NVME that we sent with it.
     pub crc64: u64,
+}
+
+/// CRC64NVME over all parts, one behind the other.
+pub(crate) fn crc64_of_parts(parts: &[PartReceipt]) -> Crc64 {
+    parts.iter().fold(Crc64::EMPTY, |sum, part| {
+        sum.combine(Crc64::from_value(part.crc64), part.len)
+    })
+}
+
+/// Why an upload cannot be completed with these parts, in S3's word and in ours. `sent` knows a part's tag and length in bytes; every part but the last has `len_min` bytes.
+fn flaw_of_parts<'a>(
+    parts: &[PartReceipt],
+    len_min: u64,
+    sent: impl Fn(PartNumber) -> Option<(&'a str, u64)>,
+) -> Option<(&'static str, String)> {
+    if parts.is_empty() {
+        return Some(("MalformedXML", "no part is named".to_owned()));
+    }
+    if parts
+        .windows(2)
+        .any(|pair| pair[0].number >= pair[1].number)
+    {
+        return Some(("InvalidPartOrder", "parts must ascend".to_owned()));
+    }
+    parts.iter().enumerate().find_map(|(index, receipt)| {
+        let number = receipt.number;
+        match sent(number).filter(|(etag, _)| *etag == receipt.etag) {
+            None => Some((
+                "InvalidPart",
+                format!("part {number} is not as it was sent"),
+            )),
+            Some((_, len)) if len < len_min && index + 1 < parts.len() => Some((
+                "EntityTooSmall",
+                format!("part {number} has {len} bytes, least {len_min}"),
+            )),
+            Some(_) => None,
+        }
+    })
 }
 
 /// What a store says about an object.

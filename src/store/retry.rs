@@ -372,7 +372,7 @@ impl Attempts<'_> {
     /// Every failed attempt is worth a line to whoever looks closely. One that has been failing for a while is worth one to everybody, now and then for all
     /// requests together: silence for as long as `store.retry_timeout` looks like a hang.
     fn tell(&self, pause: Duration, limit: Duration, error: &StoreError) {
-        let chain = crate::error::chain(error).join(": ");
+        let chain = crate::error::one_line(error);
         tracing::debug!(attempt = self.count, ?pause, "trying again: {chain}");
         if self.failing_for() < TELL_AFTER {
             return;

@@ -6,7 +6,7 @@ use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 
 use super::S3Store;
-use crate::error::chain;
+use crate::error::one_line;
 use crate::store::StoreError;
 
 /// A sorted failure, with what the store said for the few callers that look closer.
@@ -115,7 +115,7 @@ impl S3Store {
                 SdkError::ConstructionFailure(_) => StoreError::Refused {
                     operation,
                     key,
-                    code: chain(&error).join(": "),
+                    code: one_line(&error),
                     advice: String::new(),
                 },
                 _ => StoreError::Refused {
@@ -138,9 +138,7 @@ impl S3Store {
         match error {
             SdkError::TimeoutError(_) => "timed out".to_owned(),
             SdkError::DispatchFailure(failure) => {
-                let detail = failure
-                    .as_connector_error()
-                    .map(|error| chain(error).join(": "));
+                let detail = failure.as_connector_error().map(|error| one_line(error));
                 let is_name_unknown = detail.is_some_and(|text| text.contains("dns error"));
                 let advice = if is_name_unknown && self.custom_endpoint && !self.path_style {
                     format!(

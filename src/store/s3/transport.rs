@@ -14,7 +14,7 @@ use aws_smithy_runtime_api::client::http::{
     HttpConnectorSettings, SharedHttpConnector, http_client_fn,
 };
 
-use crate::error::chain;
+use crate::error::one_line;
 use crate::store::StoreError;
 
 /// Trusted roots: the system's, or the file in `AWS_CA_BUNDLE` instead. None for plain HTTP, where loading them would only cost time.
@@ -37,12 +37,7 @@ pub(super) fn tls_context(plain_http: bool, describe: &str) -> Result<TlsContext
     TlsContext::builder()
         .with_trust_store(roots)
         .build()
-        .map_err(|error| {
-            refused(format!(
-                "cannot use the certificates: {}",
-                chain(&error).join(": ")
-            ))
-        })
+        .map_err(|error| refused(format!("cannot use the certificates: {}", one_line(&error))))
 }
 
 /// One connection pool of our own. No read timeout: it would count from the start of a request, its upload included.
@@ -92,9 +87,6 @@ pub(super) async fn check_credentials(sdk: &SdkConfig, describe: &str) -> Result
         .ok_or_else(|| refused("no credentials are set up".to_owned()))?;
     match provider.provide_credentials().await {
         Ok(_) => Ok(()),
-        Err(error) => Err(refused(format!(
-            "no credentials: {}",
-            chain(&error).join(": ")
-        ))),
+        Err(error) => Err(refused(format!("no credentials: {}", one_line(&error)))),
     }
 }
