@@ -12,6 +12,7 @@
 //! | stream, land | parts and objects that no log entry names | suspended, memory mapped by us | 12 |
 //! | commit, answer lost | unknown until somebody reads the log | suspended, memory mapped by us | 13 |
 //! | sealed in the spill | none yet; `resume` makes it | checkpointed, or looked up | 11 |
+//! | given back from the spill | none, and none will be | runs | 10 |
 //! | committed | this one | checkpointed, or looked up | 0, else 14 |
 //!
 //! Everything that can fail or take time comes before the lock; nothing is allocated or looked up for the first time after BEGIN. Complete is called only
@@ -19,6 +20,7 @@
 
 mod attempt;
 mod commit;
+mod fallback;
 mod memory;
 mod spill;
 
@@ -29,6 +31,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
+use crate::config::{OnFailure, SpillWhen};
+use crate::custody::{Custody, CustodyError};
 use crate::driver::{
     CheckpointedProcess, CheckpointingProcess, Driver, DriverCode, DriverError, LockedProcess,
     ProcessState, RunningProcess,
@@ -36,7 +40,9 @@ use crate::driver::{
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::failpoint;
 use crate::image::{self, Image, ImageRef, LoadError};
+use crate::journal::Step;
 use crate::outcome::{Outcome, StageOutcome};
+use crate::ownership::WhileSaved;
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, PipelineError, Saved, SavedLane};
 use crate::restore;
@@ -44,10 +50,14 @@ use crate::sealed::Sealed;
 use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
+use crate::watchdog;
 use attempt::Attempt;
 use commit::commit;
 use memory::{Memory, plan};
 use spill::{NoSpill, Spill};
+
+/// A BEGIN that takes longer is told of.
+const BEGIN_USUAL: Duration = Duration::from_secs(10);
 
 /// How long a target may take to die before its state counts as unknown.
 pub(crate) const DYING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -65,17 +75,49 @@ pub enum Then {
 ///
 /// # Errors
 /// A [`Failure`] with the code of PROTOCOL section 6, the targets as looked up, and the cause.
-pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Failure> {
+pub fn checkpoint(
+    session: &Session,
+    pid: u32,
+    then: Then,
+    while_saved: WhileSaved,
+) -> Result<Outcome, Failure> {
+    let while_saved = match (session.deadline, while_saved) {
+        // The node goes away: there is no time to wait for others.
+        (Some(_), WhileSaved::Wait) => WhileSaved::TakeOver,
+        (_, wanted) => wanted,
+    };
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
-    let (driver, target, running) = take_in_hand(session, pid)?;
+    let custody = take_custody(session, pid)?;
+    let result = checkpoint_in_custody(session, &mut clock, &custody, then, while_saved);
+    custody.end(
+        result
+            .as_ref()
+            .map_or_else(|failure| failure.code, |_| ExitCode::Ok),
+    );
+    Ok(Outcome {
+        seconds: clock.finish(),
+        ..result?
+    })
+}
+
+fn checkpoint_in_custody(
+    session: &Session,
+    clock: &mut PhaseClock,
+    custody: &Custody,
+    then: Then,
+    while_saved: WhileSaved,
+) -> Result<Outcome, Failure> {
+    let target = &custody.target;
+    let on_failure = on_failure(session, then);
+    let (driver, running) = take_in_hand(session, target)?;
     let opened = catch_unwind(AssertUnwindSafe(|| {
         failpoint::pass("prepare:target known");
         let plan = plan(session, &driver)?;
         // A save that may be spilled reads the GPUs' memory once more for that.
-        let runs = 1 + usize::from(session.config.spill.is_some());
+        let runs = 1 + usize::from(session.config.spill.place.is_some());
         // The store is asked while contexts and buffers are made: neither needs the other, and each may take a second.
         std::thread::scope(|scope| {
-            let opening = scope.spawn(|| Attempt::open(session, &driver, &target));
+            let opening = scope.spawn(|| Attempt::open(session, &driver, custody, while_saved));
             let allocate = AssertUnwindSafe(|| Memory::allocate(session, &driver, plan, runs));
             let memory = catch_unwind(allocate);
             let attempt = opening.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -86,7 +128,7 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
         Err(panicked(
             session,
             &driver,
-            &target,
+            target,
             clock.phase(),
             panic.as_ref(),
         ))
@@ -95,22 +137,26 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
     let saved = catch_unwind(AssertUnwindSafe(|| {
         let memory = memory
             .unwrap_or_else(|panic| resume_unwind(panic))
-            .map_err(|cause| without_memory(session, &driver, &target, cause))?;
+            .map_err(|cause| without_memory(session, &driver, target, cause))?;
         failpoint::pass("prepare:memory ready");
-        spill = Spill::prepare(session, &driver, &target, &attempt);
-        let places = Places {
+        spill = Spill::prepare(session, &driver, target, &attempt, on_failure);
+        let around = Around {
+            session,
+            driver: &driver,
+            custody,
+            target,
             attempt: &attempt,
             spill: spill.as_ref().ok().and_then(Option::as_ref),
+            then,
+            on_failure,
         };
-        save(
-            session, &mut clock, &driver, &target, places, running, memory,
-        )
+        save(around, clock, running, memory)
     }));
     let saved = saved.unwrap_or_else(|panic| {
         Err(panicked(
             session,
             &driver,
-            &target,
+            target,
             clock.phase(),
             panic.as_ref(),
         ))
@@ -120,19 +166,21 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
         // Unfinished uploads are still to be aborted.
         session.try_until_the_deadline();
     }
-    let (committed, suspended) = match saved {
+    let (committed, afterwards) = match saved {
         Ok(saved) => saved,
         Err(mut failure) => {
-            failure.attached.extend(attempt.abort_uploads(session, &[]));
+            let left = attempt.close(session, &[], is_given_up(&failure));
+            failure.attached.extend(left);
             failure.notes.extend(spill.err().map(|NoSpill(why)| why));
             return Err(failure);
         }
     };
-    let free_again = match then {
-        Then::Suspend => Ok(committed.suspended_at),
-        Then::Resume => {
+    let free_again = match (afterwards, then) {
+        (Afterwards::Runs { since }, _) => Ok(since),
+        (Afterwards::Suspended(_), Then::Suspend) => Ok(committed.suspended_at),
+        (Afterwards::Suspended(suspended), Then::Resume) => {
             let image = &committed.image;
-            resume(session, &mut clock, &driver, &target, suspended, image)
+            resume(session, clock, &driver, custody, suspended, image)
         }
     };
     // Whatever became of the target, uploads for GPUs without data are not left in the store.
@@ -140,9 +188,7 @@ pub fn checkpoint(session: &Session, pid: u32, then: Then) -> Result<Outcome, Fa
         tracing::warn!("{leftover}");
     }
     let free_again = free_again?;
-    Ok(report(
-        clock, session, &driver, &target, committed, free_again,
-    ))
+    Ok(report(session, &driver, target, committed, free_again))
 }
 
 /// A committed image, and how it came about.
@@ -157,63 +203,130 @@ struct Committed {
     memory_planned: u64,
 }
 
-/// Where a save goes.
-#[derive(Clone, Copy)]
-struct Places<'a> {
-    attempt: &'a Attempt,
-    /// When the store does not take it.
-    spill: Option<&'a Spill>,
+/// Where the target is after a save that worked.
+enum Afterwards {
+    Suspended(CheckpointedProcess),
+    /// It has its memory back.
+    Runs {
+        since: Instant,
+    },
 }
 
-/// Everything from the last preparations to CHECKPOINTED.
+/// What every step of a save works with.
+#[derive(Clone, Copy)]
+struct Around<'a> {
+    session: &'a Session,
+    driver: &'a Arc<Driver>,
+    custody: &'a Custody,
+    target: &'a Target,
+    attempt: &'a Attempt,
+    /// Where the save goes when the store does not take it.
+    spill: Option<&'a Spill>,
+    then: Then,
+    on_failure: OnFailure,
+}
+
+/// What becomes of the target when the store fails after BEGIN. Never the destructive way, unless it was asked for.
+fn on_failure(session: &Session, then: Then) -> OnFailure {
+    let spill = &session.config.spill;
+    spill.on_failure.unwrap_or(match (&spill.place, then) {
+        (Some(_), Then::Suspend) => OnFailure::Spill,
+        (Some(_), Then::Resume) => OnFailure::GiveBack,
+        (None, _) => OnFailure::Hold,
+    })
+}
+
+/// No image of the attempt exists, and none will: not of one whose commit is unknown, or that `resume` may finish.
+fn is_given_up(failure: &Failure) -> bool {
+    let may_be_sealed = failure.phase == Phase::Spill;
+    !may_be_sealed
+        && !matches!(
+            failure.code,
+            ExitCode::Spilled
+                | ExitCode::CommitUnknown
+                | ExitCode::Fenced
+                | ExitCode::CommittedTargetAstray
+        )
+}
+
+/// Everything from the last preparations to CHECKPOINTED, or further.
 fn save(
-    session: &Session,
+    around: Around<'_>,
     clock: &mut PhaseClock,
-    driver: &Arc<Driver>,
-    target: &Target,
-    places: Places<'_>,
     running: RunningProcess,
     mut memory: Memory,
-) -> Result<(Committed, CheckpointedProcess), Failure> {
+) -> Result<(Committed, Afterwards), Failure> {
+    let Around {
+        session,
+        driver,
+        target,
+        spill,
+        ..
+    } = around;
     let memory_planned = memory.planned();
 
     let locked_at = clock.enter(Phase::Lock);
-    let locked = lock(session, driver, target, running)?;
-    if let Some(spill) = places.spill {
+    let locked = lock(session, driver, around.custody, running)?;
+    if let Some(spill) = spill {
         spill.top_up(session, driver);
     }
     failpoint::pass("lock:locked");
 
     clock.enter(Phase::Begin);
-    let begun = begin(session, driver, target, locked)?;
+    let begun = begin(session, driver, around.custody, locked)?;
     failpoint::pass("begin:begun");
 
-    let kept = keep(session, clock, driver, target, places, &begun, &mut memory);
-    if kept.is_ok() {
-        session.try_until_the_deadline();
+    let has_place = spill.is_some() && around.on_failure != OnFailure::Hold;
+    if !has_place && around.on_failure != OnFailure::Abandon {
+        session.store_after_begin.hold();
     }
+    if let (Some(spill), SpillWhen::Always) = (spill, session.config.spill.when) {
+        clock.enter(Phase::Spill);
+        match spill.seal(session, driver, target, around.attempt, &begun, &mut memory) {
+            Ok(save) => {
+                drop(memory);
+                return fallback::upload_afterwards(
+                    around,
+                    clock,
+                    spill,
+                    begun,
+                    save,
+                    (locked_at, memory_planned),
+                );
+            }
+            Err(error) => {
+                let why = crate::error::one_line(error.as_ref());
+                tracing::warn!("the spill failed, so the save goes to the store at once: {why}");
+            }
+        }
+    }
+
+    let kept = keep(around, clock, &begun, &mut memory);
+    session.try_until_the_deadline();
     let Kept {
         image,
         landed,
         stages,
         slowest_stage,
-    } = match (kept, places.spill) {
+    } = match (kept, spill) {
         (Ok(kept), _) => kept,
         // What another writer has is not ours to keep, and what the driver did not give once it does not give again.
         (Err(failure), Some(spill))
             if failure.code != ExitCode::Fenced && !is_the_drivers(failure.cause.as_ref()) =>
         {
             clock.enter(Phase::Spill);
-            let sealed = spill.seal(session, driver, target, places.attempt, &begun, &mut memory);
+            let sealed = spill.seal(session, driver, target, around.attempt, &begun, &mut memory);
+            drop(memory);
             return Err(match sealed {
-                Ok(()) => sealed_after(driver, target, spill, begun, failure),
-                Err(error) => not_sealed(failure, error.as_ref()),
+                Ok(save) => fallback::sealed(around, clock, spill, begun, &save, failure),
+                Err(error) => fallback::not_sealed(failure, error.as_ref()),
             });
         }
         (Err(failure), _) => return Err(failure),
     };
 
     clock.enter(Phase::Complete);
+    around.custody.note(Step::Complete);
     let suspended = begun.complete().map_err(|error| Failure {
         code: ExitCode::CommittedTargetAstray,
         generation: Some(image.generation),
@@ -229,7 +342,7 @@ fn save(
         suspended_at: Instant::now(),
         memory_planned,
     };
-    Ok((committed, suspended))
+    Ok((committed, Afterwards::Suspended(suspended)))
 }
 
 /// A committed image, and what made it.
@@ -242,17 +355,20 @@ struct Kept {
 
 /// Stream, land, commit.
 fn keep(
-    session: &Session,
+    around: Around<'_>,
     clock: &mut PhaseClock,
-    driver: &Arc<Driver>,
-    target: &Target,
-    places: Places<'_>,
     begun: &CheckpointingProcess,
     memory: &mut Memory,
 ) -> Result<Kept, Failure> {
+    let Around {
+        session,
+        driver,
+        target,
+        attempt,
+        ..
+    } = around;
     let lost =
         |phase: Phase, cause: Box<dyn Error + Send + Sync>| lost(driver, target, phase, cause);
-    let attempt = places.attempt;
     let store = Arc::clone(&session.store_after_begin);
 
     clock.enter(Phase::Stream);
@@ -282,6 +398,9 @@ fn keep(
             code: error.code(),
             ..lost(Phase::Commit, error.into())
         })?;
+    around.custody.note(Step::Committed {
+        generation: image.generation,
+    });
     Ok(Kept {
         image,
         landed,
@@ -290,59 +409,38 @@ fn keep(
     })
 }
 
-/// The store failed, and the spill has the save: the GPUs are given up. What went wrong first stays the cause.
-fn sealed_after(
-    driver: &Driver,
-    target: &Target,
-    spill: &Spill,
-    begun: CheckpointingProcess,
-    mut failure: Failure,
-) -> Failure {
-    let completed = begun.complete();
-    failpoint::pass("spill:completed");
-    failure.code = ExitCode::Spilled;
-    failure.notes.push(spill.note());
-    if let Err(error) = completed {
-        let why = crate::error::one_line(&error);
-        failure
-            .attached
-            .push(format!("the target is not as asked: {why}"));
-    }
-    failure.targets = vec![look(driver, target)];
-    failure
-}
-
 /// Whether the copies failed.
 fn is_the_drivers(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
     let error = cause.downcast_ref::<PipelineError>();
     matches!(error, Some(PipelineError::Driver(_)))
 }
 
-/// Neither the store nor the spill has the save.
-fn not_sealed(mut failure: Failure, error: &(dyn Error + Send + Sync + 'static)) -> Failure {
-    let why = crate::error::one_line(error);
-    failure
-        .attached
-        .push(format!("the spill failed too: {why}"));
-    failure
+/// The target, which nobody else has.
+fn take_custody(session: &Session, pid: u32) -> Result<Custody, Failure> {
+    Custody::take(session, pid, "checkpoint").map_err(|error| {
+        let code = match &error {
+            CustodyError::Target(TargetError::Gone { .. } | TargetError::Ended { .. }) => {
+                ExitCode::NothingToSave
+            }
+            CustodyError::Target(TargetError::Thread { .. } | TargetError::Ourselves { .. }) => {
+                ExitCode::Config
+            }
+            error if error.is_held() => ExitCode::NotOurs,
+            _ => ExitCode::Preflight,
+        };
+        Failure::new(code, Phase::Prepare, error)
+    })
 }
 
-/// The driver, the target's identity, and the target itself, running.
+/// The driver, and the target, running.
 fn take_in_hand(
     session: &Session,
-    pid: u32,
-) -> Result<(Arc<Driver>, Target, RunningProcess), Failure> {
+    target: &Target,
+) -> Result<(Arc<Driver>, RunningProcess), Failure> {
+    let pid = target.pid;
     let refused = |code: ExitCode, cause: Box<dyn Error + Send + Sync>| {
         Failure::new(code, Phase::Prepare, cause)
     };
-    let target = Target::look(pid).map_err(|error| {
-        let code = match error {
-            TargetError::Gone { .. } => ExitCode::NothingToSave,
-            TargetError::Thread { .. } | TargetError::Ourselves { .. } => ExitCode::Config,
-            _ => ExitCode::Preflight,
-        };
-        refused(code, error.into())
-    })?;
     let driver = Driver::open().map_err(|error| refused(ExitCode::Preflight, error.into()))?;
     driver
         .require_custom_storage()
@@ -355,7 +453,7 @@ fn take_in_hand(
             DriverError::WrongState {
                 found: ProcessState::Checkpointed,
                 ..
-            } if suspended_under_an_image(session, &target) => ExitCode::NothingToSave,
+            } if suspended_under_an_image(session, target) => ExitCode::NothingToSave,
             DriverError::WrongState {
                 found: ProcessState::Checkpointed,
                 ..
@@ -369,7 +467,7 @@ fn take_in_hand(
         };
         refused(code, error.into())
     })?;
-    Ok((driver, target, running))
+    Ok((driver, running))
 }
 
 /// A stopped process cannot answer the lock.
@@ -393,7 +491,7 @@ fn suspended_under_an_image(session: &Session, target: &Target) -> bool {
 
 /// Whether a save of the job waits in the spill.
 fn is_sealed(session: &Session) -> bool {
-    let Some(config) = &session.config.spill else {
+    let Some(config) = &session.config.spill.place else {
         return false;
     };
     let waiting = session.wait(Sealed::waiting(config, &session.config.job));
@@ -403,18 +501,27 @@ fn is_sealed(session: &Session) -> bool {
 fn lock(
     session: &Session,
     driver: &Driver,
-    target: &Target,
+    custody: &Custody,
     running: RunningProcess,
 ) -> Result<LockedProcess, Failure> {
+    let target = &custody.target;
     let not_begun = |cause: Box<dyn Error + Send + Sync>| {
         not_begun(session, driver, target, Phase::Lock, cause)
     };
     session
         .check_cancelled()
         .map_err(|error| not_begun(error.into()))?;
-    let locked = running
-        .lock(session.config.driver.lock_timeout)
+    custody
+        .step(&Step::Lock)
         .map_err(|error| not_begun(error.into()))?;
+    custody.may_be_locked();
+    let lock_timeout = session.config.driver.lock_timeout;
+    let call = "the driver's lock (cuCheckpointProcessLock)";
+    let locked = watchdog::watch(call, lock_timeout, || running.lock(lock_timeout));
+    let locked = locked.map_err(|error| {
+        custody.must_not_be_unlocked();
+        not_begun(error.into())
+    })?;
     // The last moment at which a signal can be obeyed, and at which a pid that was used again can be let go.
     let reason: Box<dyn Error + Send + Sync> = if !target.is_alive() {
         VoidError::Died { pid: target.pid }.into()
@@ -424,6 +531,7 @@ fn lock(
         return Ok(locked);
     };
     let unlocked = locked.unlock();
+    custody.must_not_be_unlocked();
     Err(after_unlock(not_begun(reason), unlocked))
 }
 
@@ -440,11 +548,26 @@ fn after_unlock(mut failure: Failure, unlocked: Result<RunningProcess, DriverErr
 fn begin(
     session: &Session,
     driver: &Driver,
-    target: &Target,
+    custody: &Custody,
     locked: LockedProcess,
 ) -> Result<CheckpointingProcess, Failure> {
-    locked.begin_checkpoint().map_err(|mut error| {
-        let unlocked = error.locked.take().map(LockedProcess::unlock);
+    let target = &custody.target;
+    if let Err(error) = custody.step(&Step::Begin) {
+        let unlocked = locked.unlock();
+        custody.must_not_be_unlocked();
+        let failure = not_begun(session, driver, target, Phase::Begin, error.into());
+        return Err(after_unlock(failure, unlocked));
+    }
+    custody.must_not_be_unlocked();
+    let call = "the driver's checkpoint (cuCheckpointProcessCheckpoint)";
+    let begun = watchdog::watch(call, BEGIN_USUAL, || locked.begin_checkpoint());
+    begun.map_err(|mut error| {
+        let unlocked = error.locked.take().map(|locked| {
+            custody.may_be_locked();
+            let unlocked = locked.unlock();
+            custody.must_not_be_unlocked();
+            unlocked
+        });
         // A target that runs was not locked in truth, whatever the driver said.
         let is_running = matches!(error.state, Ok(ProcessState::Running));
         match unlocked {
@@ -621,7 +744,7 @@ fn resume(
     session: &Session,
     clock: &mut PhaseClock,
     driver: &Arc<Driver>,
-    target: &Target,
+    custody: &Custody,
     suspended: CheckpointedProcess,
     image: &Image,
 ) -> Result<Instant, Failure> {
@@ -629,7 +752,7 @@ fn resume(
     let astray = |failure: Failure| Failure {
         code: ExitCode::CommittedTargetAstray,
         generation: Some(image.generation),
-        targets: vec![look(driver, target)],
+        targets: vec![look(driver, &custody.target)],
         ..failure
     };
     // The image is committed: bringing the target back is not given up for a signal.
@@ -637,13 +760,13 @@ fn resume(
         cancel: CancellationToken::new(),
         ..session.clone()
     };
-    restore::bring_back(&surroundings, clock, driver, target, suspended, image, &[])
+    let process = (custody, suspended);
+    restore::bring_back(&surroundings, clock, driver, process, image, &[], || {})
         .map_err(astray)?;
     Ok(Instant::now())
 }
 
 fn report(
-    clock: PhaseClock,
     session: &Session,
     driver: &Driver,
     target: &Target,
@@ -659,7 +782,7 @@ fn report(
             session,
             &saved.image,
             vec![look(driver, target)],
-            clock.finish(),
+            Vec::new(),
         )
     }
 }

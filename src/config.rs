@@ -15,11 +15,12 @@ use std::time::Duration;
 
 use crate::codec::{FilterChoice, Level, Settings};
 use crate::driver::GpuUuid;
+use crate::journal;
 
 pub use environment::Environment;
 pub use raw::{
     CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawPipeline,
-    RawRestore, RawSpill, RawStore,
+    RawRestore, RawRetention, RawSpill, RawStore,
 };
 
 use value::{GIB, MIB, Setting, TIB};
@@ -39,8 +40,12 @@ pub struct Config {
     pub driver: DriverConfig,
     /// How images are read back.
     pub restore: RestoreConfig,
-    /// Where a save goes that the store does not take in time; `None` is nowhere.
-    pub spill: Option<SpillConfig>,
+    /// What becomes of a save that the store does not take in time.
+    pub spill: SpillConfig,
+    /// What `gc` and `prune` leave alone.
+    pub retention: RetentionConfig,
+    /// Where this node keeps what is under way; `None` is the default of [`Config::state_dir`].
+    pub state_dir: Option<PathBuf>,
     /// Time from now until the node is gone, when known (`--deadline`).
     pub deadline: Option<Duration>,
 }
@@ -147,12 +152,57 @@ pub enum Verify {
 }
 
 /// `[spill]`
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SpillConfig {
+    /// Where a save goes that the store does not take in time; `None` is nowhere.
+    pub place: Option<SpillPlace>,
+    /// Which saves go there.
+    pub when: SpillWhen,
+    /// What becomes of the target when the store fails after BEGIN; `None` picks by what is asked for.
+    pub on_failure: Option<OnFailure>,
+}
+
+/// A directory that takes saves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SpillPlace {
     /// Directory on this node.
     pub path: PathBuf,
     /// What the directory outlives.
     pub survives: Survives,
+}
+
+/// Which saves go to the spill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SpillWhen {
+    /// Those that the store does not take in time.
+    #[default]
+    Failure,
+    /// All of them: the GPUs are released as soon as the spill has the save, and it is uploaded afterwards.
+    Always,
+}
+
+/// What becomes of the target when the store fails after BEGIN.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnFailure {
+    /// The save is sealed in the spill, and the GPUs are released.
+    Spill,
+    /// The save is sealed in the spill, and the target gets its memory back from there and runs on.
+    GiveBack,
+    /// The target is held as it is, and the store tried, until the deadline or for ever.
+    Hold,
+    /// The target is lost once `store.retry_timeout` is over.
+    Abandon,
+}
+
+/// `[retention]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RetentionConfig {
+    /// Valid images that `prune` keeps at least, 2 or more.
+    pub keep: u32,
+    /// Time between an image's `dropped` entry and the end of its data.
+    pub grace: Duration,
+    /// Age from which an attempt without an image counts as given up.
+    pub older_than: Duration,
 }
 
 /// What a spill outlives.
@@ -179,6 +229,12 @@ pub struct Overrides {
     pub deadline: Option<String>,
     /// `--gpu-map`, each `OLD=NEW`
     pub gpu_map: Vec<String>,
+    /// `--keep`
+    pub keep: Option<i64>,
+    /// `--grace`
+    pub grace: Option<String>,
+    /// `--older-than`
+    pub older_than: Option<String>,
 }
 
 /// Why the configuration is not usable. Exit 2 in every case; nothing was touched.
@@ -364,6 +420,9 @@ impl Config {
         let deadline = Setting::text("--deadline", overrides.deadline.as_deref(), "", None)
             .map(|text| text.time(Duration::from_secs(1), Duration::from_secs(7 * 24 * 3600)))
             .transpose()?;
+        let state_dir = Setting::file("job.state_dir", raw.job.state_dir.as_deref())
+            .map(|dir| dir.directory(&dir.value))
+            .transpose()?;
         Ok(Self {
             job,
             store,
@@ -372,8 +431,15 @@ impl Config {
             driver: DriverConfig::resolve(overrides, &raw.driver)?,
             restore: RestoreConfig::resolve(&raw.restore)?,
             spill: SpillConfig::resolve(&raw.spill)?,
+            retention: RetentionConfig::resolve(overrides, &raw.retention)?,
+            state_dir,
             deadline,
         })
+    }
+
+    /// Where this node keeps what is under way (`job.state_dir`).
+    pub fn state_dir(&self) -> PathBuf {
+        self.state_dir.clone().unwrap_or_else(journal::default_dir)
     }
 }
 
@@ -654,7 +720,7 @@ impl DriverConfig {
 }
 
 impl SpillConfig {
-    fn resolve(raw: &RawSpill) -> Result<Option<Self>, ConfigError> {
+    fn resolve(raw: &RawSpill) -> Result<Self, ConfigError> {
         let survives = Setting::file("spill.survives", raw.survives.as_deref());
         let places = [("process", Survives::Process), ("node", Survives::Node)];
         let survives = survives
@@ -663,7 +729,75 @@ impl SpillConfig {
             .unwrap_or(Survives::Process);
         let path = Setting::file("spill.path", raw.path.as_deref());
         let path = path.map(|path| path.directory(&path.value)).transpose()?;
-        Ok(path.map(|path| Self { path, survives }))
+        let when = Setting::file("spill.when", raw.when.as_deref());
+        let times = [
+            ("failure", SpillWhen::Failure),
+            ("always", SpillWhen::Always),
+        ];
+        let when_is = when.as_ref().map(|word| word.word(&times)).transpose()?;
+        let on_failure = Setting::file("spill.on_failure", raw.on_failure.as_deref());
+        let ways = [
+            ("auto", None),
+            ("spill", Some(OnFailure::Spill)),
+            ("give-back", Some(OnFailure::GiveBack)),
+            ("hold", Some(OnFailure::Hold)),
+            ("abandon", Some(OnFailure::Abandon)),
+        ];
+        let way = on_failure
+            .as_ref()
+            .map(|word| word.word(&ways))
+            .transpose()?;
+        let way = way.flatten();
+        let needs_place = match (when_is, way) {
+            (Some(SpillWhen::Always), _) => when,
+            (_, Some(OnFailure::Spill | OnFailure::GiveBack)) => on_failure,
+            _ => None,
+        };
+        if let (None, Some(setting)) = (&path, needs_place) {
+            return Err(setting.invalid("this needs a directory: set spill.path"));
+        }
+        Ok(Self {
+            place: path.map(|path| SpillPlace { path, survives }),
+            when: when_is.unwrap_or_default(),
+            on_failure: way,
+        })
+    }
+}
+
+impl RetentionConfig {
+    /// The default of `retention.older_than`: longer than any save and any wait for one.
+    const OLDER_THAN: Duration = Duration::from_secs(24 * 3600);
+    const GRACE: Duration = Duration::from_secs(3600);
+    const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+    fn resolve(overrides: &Overrides, raw: &RawRetention) -> Result<Self, ConfigError> {
+        let keep = match overrides.keep {
+            Some(keep) => value::count("--keep", Some(keep), 2, 1_000_000)?,
+            None => value::count("retention.keep", raw.keep, 2, 1_000_000)?,
+        };
+        let time =
+            |flag: &'static str, typed: Option<&str>, key: &'static str, file: Option<&str>| {
+                let text = Setting::text(flag, typed, key, file);
+                text.map(|text| text.time(Duration::ZERO, Self::LONGEST))
+                    .transpose()
+            };
+        let grace = time(
+            "--grace",
+            overrides.grace.as_deref(),
+            "retention.grace",
+            raw.grace.as_deref(),
+        )?;
+        let older_than = time(
+            "--older-than",
+            overrides.older_than.as_deref(),
+            "retention.older_than",
+            raw.older_than.as_deref(),
+        )?;
+        Ok(Self {
+            keep: keep.unwrap_or(2),
+            grace: grace.unwrap_or(Self::GRACE),
+            older_than: older_than.unwrap_or(Self::OLDER_THAN),
+        })
     }
 }
 

@@ -19,6 +19,7 @@ pub const SAVE: &[&str] = &[
     "prepare:target known",
     "prepare:claimed",
     "prepare:uploads open",
+    "prepare:announced",
     "prepare:memory ready",
     "lock:locked",
     "begin:begun",
@@ -47,6 +48,9 @@ pub const SPILL: &[&str] = &[
     "spill:completed",
 ];
 
+/// Of a save that is spilled and given back, beside those of a spilled save and of a restore.
+pub const GIVE_BACK: &[&str] = &["spill:unsealed", "give-back:running"];
+
 /// Of a spilled save that is resumed.
 pub const RESUME: &[&str] = &[
     "resume:read",
@@ -61,9 +65,14 @@ pub const RESUME: &[&str] = &[
     "resume:unsealed",
 ];
 
+/// Of a target that is put in order after its saver died.
+pub const RECOVER: &[&str] = &["recover:unlocked", "recover:dropped"];
+
 /// Of a restore.
 pub const RESTORE: &[&str] = &[
     "restore:target known",
+    "restore:job opened",
+    "restore:pinned",
     "restore:image read",
     "restore:checked",
     "restore:verified",
@@ -116,7 +125,7 @@ impl Armed {
             _ => return None,
         };
         let count = count.parse().ok().filter(|count| *count > 0)?;
-        let known = [SAVE, SPILL, RESUME, RESTORE].concat();
+        let known = [SAVE, SPILL, GIVE_BACK, RESUME, RECOVER, RESTORE].concat();
         known.contains(&point).then(|| Self {
             point: point.to_owned(),
             action,

@@ -1,7 +1,7 @@
-//! A job's log: which images exist, in which order, and the commit that makes one exist.
+//! A job's log: which images exist, in which order, and who has the job.
 //!
-//! In: a store and a job. Out: the entries in order; a generation for an image that was committed. What can fail: the store; another writer who
-//! got the job first ([`CommitError::Fenced`]).
+//! In: a store and a job. Out: the entries in order; a slot for an entry that was appended (of an image: its generation). What can fail: the store; another writer who
+//! got the job first ([`AppendError::Fenced`]).
 //!
 //! Entries are small JSON objects `<job>/log/<generation:08>.json`, each created if absent, never overwritten, never deleted. Slots are taken without
 //! gaps, so the log ends at the first free slot; it is found by reading, not by listing. What stands in a slot first decides for ever:
@@ -12,8 +12,9 @@
 //! | during it | the whole entry or none of it: the store's PUT is atomic |
 //! | after it | the image |
 
+mod append;
+
 use std::collections::HashSet;
-use std::fmt;
 
 use bytes::Bytes;
 use futures::future;
@@ -22,7 +23,10 @@ use serde::{Deserialize, Serialize};
 use crate::codec::Digest;
 use crate::config::JobName;
 use crate::manifest::{ImageKind, MANIFEST_LEN_MAX, is_nonce};
-use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
+use crate::store::{BadKey, Key, Store, StoreError};
+use crate::writer::ProcessIdentity;
+
+pub use append::{AppendError, append, append_image};
 
 /// Version of the entries that this build writes and reads.
 pub const FORMAT: u32 = 1;
@@ -58,16 +62,7 @@ pub enum Entry {
         writer: String,
     },
     /// A writer has begun to save.
-    Saving {
-        /// Its nonce.
-        writer: String,
-        /// The attempt's nonce.
-        attempt: String,
-        /// Seconds that it may need.
-        seconds: u64,
-        /// Where it spills, if it does.
-        spill: Option<String>,
-    },
+    Saving(SavingEntry),
     /// An image was committed.
     Image(ImageEntry),
     /// The job ended by itself.
@@ -103,6 +98,21 @@ pub enum Entry {
         /// What is wrong with it.
         what: String,
     },
+}
+
+/// A save under way. Until its outcome stands in the log, others wait for it, at most as long as it says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavingEntry {
+    /// The writer's nonce.
+    pub writer: String,
+    /// The attempt's nonce.
+    pub attempt: String,
+    /// Seconds that it may need.
+    pub seconds: u64,
+    /// Where it spills, if it does.
+    pub spill: Option<String>,
+    /// The process that saves.
+    pub by: ProcessIdentity,
 }
 
 /// The commit of one image.
@@ -186,7 +196,12 @@ impl Entry {
     pub fn describe(&self) -> String {
         match self {
             Entry::Open { writer } => format!("writer {writer} opened the job"),
-            Entry::Saving { attempt, .. } => format!("attempt {attempt} is being saved"),
+            Entry::Saving(saving) => {
+                format!(
+                    "attempt {} is being saved on {}",
+                    saving.attempt, saving.by.host
+                )
+            }
             Entry::Image(image) => format!("image of attempt {}", image.attempt),
             Entry::Finished { .. } => "the job finished".to_owned(),
             Entry::Bad { generation, .. } => {
@@ -270,54 +285,6 @@ pub enum LogError {
     },
 }
 
-/// An image was not committed, or it is not known whether it was.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum CommitError {
-    /// Another writer has the job, or the attempt was given up. The image does not exist.
-    #[error("fenced: in slot {generation} of the log of job {job}, {what}")]
-    Fenced {
-        /// The job.
-        job: String,
-        /// The slot that says so.
-        generation: u64,
-        /// What stands there.
-        what: String,
-    },
-    /// The store did not answer. The image may exist.
-    #[error(
-        "it is not known whether slot {generation} of the log of job {job} was taken; ask `ckptstream list` later"
-    )]
-    Unreachable {
-        /// The job.
-        job: String,
-        /// The slot that was aimed at.
-        generation: u64,
-        /// Why.
-        #[source]
-        source: StoreError,
-    },
-    /// The store refused the entry. The image does not exist.
-    #[error("the store refuses slot {generation} of the log of job {job}")]
-    Refused {
-        /// The job.
-        job: String,
-        /// The slot that was aimed at.
-        generation: u64,
-        /// Why.
-        #[source]
-        source: StoreError,
-    },
-    /// The entry cannot be written as it is. The image does not exist.
-    #[error("the log entry for job {job} is unfit: {what}")]
-    Unfit {
-        /// The job.
-        job: String,
-        /// Why.
-        what: String,
-    },
-}
-
 /// A job's log as it was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobLog {
@@ -331,7 +298,19 @@ impl JobLog {
     /// # Errors
     /// When the store fails, or shows a gap.
     pub async fn read(store: &dyn Store, job: &JobName) -> Result<Self, LogError> {
-        let mut entries: Vec<Entry> = Vec::new();
+        let mut log = Self {
+            entries: Vec::new(),
+        };
+        log.read_on(store, job).await?;
+        Ok(log)
+    }
+
+    /// Reads what was appended since.
+    ///
+    /// # Errors
+    /// As [`JobLog::read`]; what was read before stays.
+    pub async fn read_on(&mut self, store: &dyn Store, job: &JobName) -> Result<(), LogError> {
+        let entries = &mut self.entries;
         let mut width = BATCH.0;
         let mut gap_reads = 0;
         loop {
@@ -355,7 +334,7 @@ impl JobLog {
             if whole {
                 width = (width * 2).min(BATCH.1);
             } else if later.is_none() {
-                return Ok(Self { entries });
+                return Ok(());
             }
         }
     }
@@ -411,134 +390,55 @@ impl JobLog {
         )
     }
 
-    /// The last entry says that the job ended by itself.
+    /// The attempt became an image, whatever was said of it later.
+    pub fn is_image(&self, attempt: &str) -> bool {
+        self.entries
+            .iter()
+            .any(|entry| matches!(entry, Entry::Image(image) if image.attempt == attempt))
+    }
+
+    /// What a writer said when it began this attempt.
+    pub fn saving(&self, attempt: &str) -> Option<&SavingEntry> {
+        self.entries.iter().find_map(|entry| match entry {
+            Entry::Saving(saving) if saving.attempt == attempt => Some(saving),
+            _ => None,
+        })
+    }
+
+    /// The save that was begun last, as long as nothing says what became of it: it is under way, or its saver died. Whoever opened the job since has fenced it.
+    pub fn save_under_way(&self) -> Option<&SavingEntry> {
+        for entry in self.entries.iter().rev() {
+            match entry {
+                Entry::Saving(saving) => {
+                    let attempt = saving.attempt.as_str();
+                    let is_open = !self.is_image(attempt) && !self.is_dropped(attempt);
+                    return is_open.then_some(saving);
+                }
+                Entry::Open { .. } | Entry::Finished { .. } => return None,
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// A writer other than this one opened the job in this slot or later.
+    pub fn opened_by_another(&self, from_slot: u64, writer: &str) -> Option<(u64, &Entry)> {
+        self.entries().find(|(slot, entry)| {
+            *slot >= from_slot && matches!(entry, Entry::Open { writer: other } if other != writer)
+        })
+    }
+
+    /// The job ended by itself, and nobody has taken it since.
     pub fn is_finished(&self) -> bool {
-        matches!(self.entries.last(), Some(Entry::Finished { .. }))
+        let told = self.entries.iter().rev();
+        let mut told =
+            told.skip_while(|entry| matches!(entry, Entry::Bad { .. } | Entry::Dropped { .. }));
+        matches!(told.next(), Some(Entry::Finished { .. }))
     }
 }
 
-/// Commits an image: creates its entry in the first slot from `from_slot` on that is free, and returns the generation. `from_slot` is the slot after
-/// the last one that this writer has read or written.
-///
-/// Cancel-safe like a lost answer: a dropped future may or may not have committed.
-///
-/// # Errors
-/// [`CommitError`] says whether the image exists.
-pub async fn append_image(
-    store: &dyn Store,
-    job: &JobName,
-    from_slot: u64,
-    image: &ImageEntry,
-) -> Result<u64, CommitError> {
-    append_image_unless(store, job, from_slot, image, &|there| fences(there, image)).await
-}
-
-/// As [`append_image`], and an entry that is `in_the_way` fences, whatever it is.
-///
-/// # Errors
-/// As [`append_image`].
-pub async fn append_image_unless(
-    store: &dyn Store,
-    job: &JobName,
-    from_slot: u64,
-    image: &ImageEntry,
-    in_the_way: &(dyn Fn(&Entry) -> bool + Sync),
-) -> Result<u64, CommitError> {
-    let body = encode_image(image).map_err(|why| unfit(job, &why))?;
-    let mut generation = from_slot;
-    loop {
-        let failed = |source: StoreError| {
-            let job = job.to_string();
-            if source.is_outcome_unknown() {
-                CommitError::Unreachable {
-                    job,
-                    generation,
-                    source,
-                }
-            } else {
-                CommitError::Refused {
-                    job,
-                    generation,
-                    source,
-                }
-            }
-        };
-        let key = slot_key(job, generation).map_err(|error| unfit(job, &error))?;
-        let put = store.put_if_absent(&key, body.clone()).await;
-        if put.map_err(failed)? == PutOutcome::Created {
-            return Ok(generation);
-        }
-        let there = read_taken_slot(store, job, generation, &key).await?;
-        match &there {
-            Entry::Image(theirs) if theirs.attempt == image.attempt => return Ok(generation),
-            there if in_the_way(there) => {
-                return Err(CommitError::Fenced {
-                    job: job.to_string(),
-                    generation,
-                    what: there.describe(),
-                });
-            }
-            _ => generation += 1,
-        }
-    }
-}
-
-/// Whether an entry in our way says that the job, or the attempt, is no longer ours.
-fn fences(there: &Entry, image: &ImageEntry) -> bool {
-    match there {
-        Entry::Open { writer } => *writer != image.writer,
-        Entry::Dropped { attempt, .. } => *attempt == image.attempt,
-        _ => false,
-    }
-}
-
-fn unfit(job: &JobName, why: &dyn fmt::Display) -> CommitError {
-    CommitError::Unfit {
-        job: job.to_string(),
-        what: why.to_string(),
-    }
-}
-
-/// The bytes of an image's entry, or why nobody could read it.
-fn encode_image(image: &ImageEntry) -> Result<Bytes, String> {
-    if let Some(flaw) = image.flaw() {
-        return Err(flaw);
-    }
-    let body = Entry::Image(image.clone())
-        .encode()
-        .map_err(|error| error.to_string())?;
-    if body.len() > ENTRY_LEN_MAX {
-        return Err(format!("{} bytes, at most {ENTRY_LEN_MAX}", body.len()));
-    }
-    Ok(body)
-}
-
-/// What stands in a slot that the store says is taken. Not to see it leaves open whether it is ours.
-async fn read_taken_slot(
-    store: &dyn Store,
-    job: &JobName,
-    generation: u64,
-    key: &Key,
-) -> Result<Entry, CommitError> {
-    let unseen = |source: StoreError| CommitError::Unreachable {
-        job: job.to_string(),
-        generation,
-        source,
-    };
-    match read_slot(store, job, generation).await {
-        Ok(Some(entry)) => Ok(entry),
-        Ok(None) => Err(unseen(StoreError::Transient {
-            operation: "GetObject",
-            key: key.to_string(),
-            what: "the store says that the entry exists but does not show it".to_owned(),
-            source: None,
-        })),
-        Err(LogError::Store { source, .. }) => Err(unseen(source)),
-        Err(error) => Err(unfit(job, &error)),
-    }
-}
-
-fn slot_key(job: &JobName, generation: u64) -> Result<Key, LogError> {
+/// Key of a slot.
+pub(crate) fn slot_key(job: &JobName, generation: u64) -> Result<Key, LogError> {
     if !(1..=GENERATION_MAX).contains(&generation) {
         let job = job.to_string();
         return Err(LogError::Generation { job, generation });
@@ -578,6 +478,7 @@ async fn read_slot(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::PutOutcome;
     use crate::store::faulty::{Fault, Faulty};
     use crate::store::memory::MemoryStore;
 
@@ -616,6 +517,16 @@ mod tests {
         }
     }
 
+    fn saving(attempt: &str) -> Entry {
+        Entry::Saving(SavingEntry {
+            writer: attempt.to_owned(),
+            attempt: attempt.to_owned(),
+            seconds: 90,
+            spill: Some("/mnt/spill".to_owned()),
+            by: ProcessIdentity::ours().unwrap(),
+        })
+    }
+
     fn attempt(number: u64) -> String {
         format!("{number:032x}")
     }
@@ -646,12 +557,7 @@ mod tests {
     fn entries_come_back_as_they_were() {
         let entries = [
             open(OURS),
-            Entry::Saving {
-                writer: OURS.to_owned(),
-                attempt: OURS.to_owned(),
-                seconds: 90,
-                spill: None,
-            },
+            saving(OURS),
             Entry::Image(image(OURS, OURS)),
             Entry::Finished {
                 writer: OURS.to_owned(),
@@ -860,7 +766,7 @@ mod tests {
                 .await
                 .unwrap_err();
             assert!(
-                matches!(error, CommitError::Fenced { generation: 2, .. }),
+                matches!(error, AppendError::Fenced { generation: 2, .. }),
                 "{error:?}"
             );
             let log = JobLog::read(&store, &job()).await.unwrap();
@@ -901,9 +807,9 @@ mod tests {
             let error = append_image(&store, &job(), 1, &image(OURS, OURS))
                 .await
                 .unwrap_err();
-            let is_unknown = matches!(error, CommitError::Unreachable { generation: 1, .. });
+            let is_unknown = matches!(error, AppendError::Unreachable { generation: 1, .. });
             assert_eq!(is_unknown, unknown, "{fault:?}: {error:?}");
-            assert!(is_unknown || matches!(error, CommitError::Refused { .. }));
+            assert!(is_unknown || matches!(error, AppendError::Refused { .. }));
         }
         // The slot is taken, and by whom cannot be read.
         for fault in [Fault::Transient, Fault::Refused, Fault::Absent] {
@@ -913,7 +819,7 @@ mod tests {
                 .await
                 .unwrap_err();
             assert!(
-                matches!(error, CommitError::Unreachable { .. }),
+                matches!(error, AppendError::Unreachable { .. }),
                 "{fault:?}: {error:?}"
             );
         }
@@ -926,7 +832,7 @@ mod tests {
             let error = append_image(&store, &job(), slot, &image(OURS, OURS))
                 .await
                 .unwrap_err();
-            assert!(matches!(error, CommitError::Unfit { .. }), "{error:?}");
+            assert!(matches!(error, AppendError::Unfit { .. }), "{error:?}");
         }
     }
 }

@@ -19,10 +19,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use std::time::Duration;
+
 use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::{DYING_TIMEOUT, look};
 use crate::config::Verify;
+use crate::custody::{Custody, CustodyError};
 use crate::driver::{
     CheckpointedProcess, CopyQueue, Driver, DriverError, Extent, GpuUuid, PoolSlice,
     RestoringProcess, RunningProcess, STREAMS_IN,
@@ -31,30 +34,49 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::image::{Image, ImageRef, image_id};
 use crate::job_log::{Entry, JobLog};
+use crate::journal::Step;
 use crate::manifest::{CaptureMode, ImageKind, Manifest};
 use crate::outcome::Outcome;
+use crate::ownership::{self, Ownership, OwnershipError, WhileSaved};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
 use crate::session::{Interrupted, Session};
+use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
+use crate::upkeep::pins;
+use crate::writer::random_hex;
 use gpu_map::{GpuPairs, is_identity, map_gpus};
-use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources};
+use read::{
+    LoadFailed, SealedSave, lanes, load_nowhere, load_plan, open_image, resources, sealed_save,
+};
 
 pub use read::{cat, verify};
 pub(crate) use read::{outcome_of, plan_code};
 
-/// Puts an image back into a suspended process and lets it run.
+/// Clean-up must not hold back the verdict for longer.
+const UNPIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What is to be restored, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted {
+    /// Which image.
+    pub image: ImageRef,
+    /// The process came up suspended on purpose: the image need not be of this very one.
+    pub into_fresh: bool,
+    /// Nothing is written to the store: the process is a copy beside the job, not its next life.
+    pub read_only: bool,
+    /// What to do while another writer saves the job.
+    pub while_saved: WhileSaved,
+}
+
+/// Puts an image back into a suspended process and lets it run. Unless it is `read_only`, the job is opened first: whoever saved it until then is fenced.
 ///
 /// # Errors
 /// A [`Failure`] with the code of PROTOCOL section 6, the target as looked up, and the cause.
-pub fn restore(
-    session: &Session,
-    pid: u32,
-    image: ImageRef,
-    into_fresh: bool,
-) -> Result<Outcome, Failure> {
+pub fn restore(session: &Session, pid: u32, wanted: Wanted) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
-    let work = AssertUnwindSafe(|| put_back(session, &mut clock, pid, image, into_fresh));
+    let custody = take_custody(session, pid)?;
+    let work = AssertUnwindSafe(|| put_back(session, &mut clock, &custody, wanted));
     let done = catch_unwind(work).unwrap_or_else(|panic| {
         // What is done to the driver catches its own panics: here nothing was.
         Err(Failure::new(
@@ -63,39 +85,67 @@ pub fn restore(
             PipelineError::of_story(panic.as_ref()),
         ))
     });
+    custody.end(
+        done.as_ref()
+            .map_or_else(|failure| failure.code, |_| ExitCode::Ok),
+    );
     Ok(Outcome {
         seconds: clock.finish(),
         ..done?
     })
 }
 
-fn put_back(
-    session: &Session,
-    clock: &mut PhaseClock,
-    pid: u32,
-    image: ImageRef,
-    into_fresh: bool,
-) -> Result<Outcome, Failure> {
-    let target = Target::look(pid).map_err(|error| {
-        let code = match error {
-            TargetError::Thread { .. } | TargetError::Ourselves { .. } => ExitCode::Config,
+/// The process, which nobody else has.
+fn take_custody(session: &Session, pid: u32) -> Result<Custody, Failure> {
+    Custody::take(session, pid, "restore").map_err(|error| {
+        let code = match &error {
+            CustodyError::Target(TargetError::Thread { .. } | TargetError::Ourselves { .. }) => {
+                ExitCode::Config
+            }
+            error if error.is_held() => ExitCode::NotOurs,
             _ => ExitCode::RestoreRefused,
         };
         Failure::new(code, Phase::Read, error)
-    })?;
+    })
+}
+
+fn put_back(
+    session: &Session,
+    clock: &mut PhaseClock,
+    custody: &Custody,
+    wanted: Wanted,
+) -> Result<Outcome, Failure> {
+    let target = &custody.target;
     failpoint::pass("restore:target known");
     // The image is read while the driver comes up: neither needs the other, and each may take seconds.
     let (read, held) = std::thread::scope(|scope| {
-        let holding = scope.spawn(|| Held::take(&target));
-        let read = read_image(session, image, into_fresh);
+        let holding = scope.spawn(|| Held::take(target));
+        let read = read_image(session, wanted);
         (
             read,
             holding.join().unwrap_or_else(|panic| resume_unwind(panic)),
         )
     });
-    let (image, skipped) = read?;
+    let chosen = read?;
     failpoint::pass("restore:image read");
-    let (driver, pairs, suspended) = check(session, &target, &image.manifest, into_fresh, held)
+    let done = put_back_chosen(session, clock, custody, wanted, &chosen, held);
+    if let Some(pin) = &chosen.pin {
+        unpin(session, pin);
+    }
+    done
+}
+
+fn put_back_chosen(
+    session: &Session,
+    clock: &mut PhaseClock,
+    custody: &Custody,
+    wanted: Wanted,
+    chosen: &Chosen,
+    held: Result<Held, DriverError>,
+) -> Result<Outcome, Failure> {
+    let (image, into_fresh) = (&chosen.image, wanted.into_fresh);
+    let target = &custody.target;
+    let (driver, pairs, suspended) = check(session, target, &image.manifest, into_fresh, held)
         .map_err(|cause| refused(Phase::Read, cause))?;
     failpoint::pass("restore:checked");
     let verify = session
@@ -104,22 +154,23 @@ fn put_back(
         .verify
         .unwrap_or_else(|| default_verify(image.manifest.kind, into_fresh));
     if verify == Verify::All {
-        load_nowhere(session, &image).map_err(|error| refused(Phase::Read, error.into()))?;
+        load_nowhere(session, image).map_err(|error| refused(Phase::Read, error.into()))?;
     }
     failpoint::pass("restore:verified");
     let suspended_since = clock.enter(Phase::Restore);
-    let loaded = bring_back(session, clock, &driver, &target, suspended, &image, &pairs)?;
+    let process = (custody, suspended);
+    let loaded = bring_back(session, clock, &driver, process, image, &pairs, || {})?;
     Ok(Outcome {
-        skipped,
+        skipped: chosen.skipped.clone(),
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
-        memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
-        ..outcome_of(session, &image, vec![look(&driver, &target)], Vec::new())
+        memory_planned: load_plan(session, image).map_or(0, |plan| plan.total_bytes),
+        ..outcome_of(session, image, vec![look(&driver, target)], Vec::new())
     })
 }
 
-/// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked.
+/// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked. `before_unlock` is called when the process has its memory, and does not run yet.
 ///
 /// # Errors
 /// Exit 20 while the driver was not asked yet, 21 after.
@@ -127,18 +178,20 @@ pub(crate) fn bring_back(
     session: &Session,
     clock: &mut PhaseClock,
     driver: &Arc<Driver>,
-    target: &Target,
-    suspended: CheckpointedProcess,
+    (custody, suspended): (&Custody, CheckpointedProcess),
     image: &Image,
     pairs: &[(GpuUuid, GpuUuid)],
+    before_unlock: impl FnOnce(),
 ) -> Result<Loaded, Failure> {
     if clock.phase() != Phase::Restore {
         clock.enter(Phase::Restore);
     }
+    let target = &custody.target;
     let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
     let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
     failpoint::pass("restore:prepared");
+    custody.note(Step::Restore);
     let run = AssertUnwindSafe(|| transfer.run(driver, suspended, pairs, &point));
     let done = catch_unwind(run)
         .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()));
@@ -155,10 +208,14 @@ pub(crate) fn bring_back(
     let ended = catch_unwind(AssertUnwindSafe(|| {
         failpoint::pass("restore:all copied");
         clock.enter(Phase::Complete);
+        custody.note(Step::RestoreComplete);
+        custody.may_be_locked();
         let locked = restoring.complete()?;
         failpoint::pass("restore:completed");
+        before_unlock();
         clock.enter(Phase::Unlock);
         locked.let_go()?;
+        custody.must_not_be_unlocked();
         failpoint::pass("restore:unlocked");
         match RunningProcess::attach(driver, target.pid) {
             // It ran to its end before it was looked at.
@@ -360,6 +417,8 @@ enum CheckError {
         image_id(*newest)
     )]
     NotTheNewest { generation: u64, newest: u64 },
+    #[error("image {} was pruned while it was opened; restore again", image_id(*generation))]
+    Dropped { generation: u64 },
     #[error("the image was captured in {mode} mode, which this version cannot restore")]
     Mode { mode: CaptureMode },
     #[error("{uuid} is no GPU of this node")]
@@ -393,22 +452,105 @@ fn must_be_the_newest(
     }
 }
 
-/// The image, verified up to its data objects, and the newer ones that were passed over.
-fn read_image(
-    session: &Session,
-    image: ImageRef,
-    into_fresh: bool,
-) -> Result<(Image, Vec<String>), Failure> {
-    let is_named = matches!(image, ImageRef::Generation(_));
-    let (image, skipped, sealed) = open_image(session, image)?;
+/// An image that is ours to restore.
+struct Chosen {
+    /// Verified up to its data objects.
+    image: Image,
+    /// The newer ones that were passed over.
+    skipped: Vec<String>,
+    /// What keeps `prune` from removing it.
+    pin: Option<Key>,
+}
+
+/// Opens the job, then chooses: an image that is committed later is not overlooked, because whoever could commit it is fenced.
+fn read_image(session: &Session, wanted: Wanted) -> Result<Chosen, Failure> {
+    let is_named = matches!(wanted.image, ImageRef::Generation(_));
     // An older image under a newer host memory computes on wrong; and nobody means an older one who does not name it.
-    if let Some(sealed) = sealed.filter(|_| !(is_named && into_fresh)) {
-        return Err(refused(Phase::Read, sealed.into()));
+    let must_not_be_sealed = |sealed: Option<SealedSave>| match sealed {
+        Some(sealed) if !(is_named && wanted.into_fresh) => {
+            Err(refused(Phase::Read, sealed.into()))
+        }
+        _ => Ok(()),
+    };
+    let mut ours = None;
+    if !wanted.read_only {
+        must_not_be_sealed(sealed_save(session))?;
+        ours = take_the_job(session, wanted.while_saved)?;
     }
-    if !into_fresh {
+    let (image, skipped, sealed) = open_image(session, wanted.image)?;
+    must_not_be_sealed(sealed)?;
+    if !wanted.into_fresh {
         must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
     }
-    Ok((image, skipped))
+    let mut pin = None;
+    if let Some(ours) = &mut ours {
+        let put = pin_and_look(session, ours, &image);
+        pin = Some(put?);
+    }
+    Ok(Chosen {
+        image,
+        skipped,
+        pin,
+    })
+}
+
+/// `None` where there is no image to be had: then it is not taken for nothing, and what there is instead is told by whoever opens it.
+fn take_the_job(session: &Session, while_saved: WhileSaved) -> Result<Option<Ownership>, Failure> {
+    let (store, job) = (&*session.store, &session.config.job);
+    session.wait(async {
+        let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel).await;
+        let log = log.map_err(not_ours)?;
+        if log.images().is_empty() || log.is_finished() {
+            return Ok(None);
+        }
+        let writer = random_hex::<16>();
+        let ours = Ownership::open(store, job, &writer, log).await;
+        failpoint::pass("restore:job opened");
+        ours.map(Some).map_err(not_ours)
+    })
+}
+
+/// Pins the image, then looks whether it is still there to be read, and the job still ours.
+fn pin_and_look(session: &Session, ours: &mut Ownership, image: &Image) -> Result<Key, Failure> {
+    let (store, job) = (&*session.store, &session.config.job);
+    let pin = session.wait(pins::pin(store, job, &image.attempt));
+    let pin = pin.map_err(|error| refused(Phase::Read, error.into()))?;
+    failpoint::pass("restore:pinned");
+    let looked = match session.wait(ours.must_be_ours(store)) {
+        Ok(log) if log.is_dropped(&image.attempt) => {
+            let generation = image.generation;
+            Err(refused(
+                Phase::Read,
+                CheckError::Dropped { generation }.into(),
+            ))
+        }
+        Ok(_log) => Ok(()),
+        Err(error) => Err(not_ours(error)),
+    };
+    match looked {
+        Ok(()) => Ok(pin),
+        Err(failure) => {
+            unpin(session, &pin);
+            Err(failure)
+        }
+    }
+}
+
+fn not_ours(error: OwnershipError) -> Failure {
+    let code = match error.code() {
+        ExitCode::NotOurs => ExitCode::NotOurs,
+        _ => ExitCode::RestoreRefused,
+    };
+    Failure::new(code, Phase::Read, error)
+}
+
+/// What cannot be deleted ages.
+fn unpin(session: &Session, pin: &Key) {
+    let deleting = session.store_after_begin.delete(pin);
+    let deleted = session.wait(async { tokio::time::timeout(UNPIN_TIMEOUT, deleting).await });
+    if !matches!(deleted, Ok(Ok(()))) {
+        tracing::warn!("{pin} stays in the store, and keeps the image from being pruned for a day");
+    }
 }
 
 /// The driver, up, and the suspended process. Of the process nothing but its state was asked.

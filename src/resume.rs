@@ -21,11 +21,11 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use tokio_util::sync::CancellationToken;
 
 use crate::codec::Crc64;
-use crate::config::SpillConfig;
+use crate::config::SpillPlace;
 use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::image::{Image, ImageError, ImageRef, LoadError, prove_landed};
-use crate::job_log::{CommitError, Entry, JobLog, LogError, append_image_unless};
+use crate::job_log::{AppendError, Entry, JobLog, LogError, append};
 use crate::manifest::{FrameTable, Manifest, ManifestError, ObjectRecord, claim_key};
 use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
@@ -54,7 +54,7 @@ const PARTS_IN_FLIGHT: usize = 8;
 /// A [`Failure`] with the code of the table above, and the cause.
 pub fn resume(session: &Session) -> Result<Outcome, Failure> {
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
-    let Some(config) = &session.config.spill else {
+    let Some(config) = &session.config.spill.place else {
         let why = "no spill is configured; set spill.path in the configuration file";
         return Err(Failure::new(ExitCode::Config, Phase::Config, why));
     };
@@ -79,6 +79,27 @@ pub fn resume(session: &Session) -> Result<Outcome, Failure> {
             Err(Failure::new(code, phase, error))
         }
     }
+}
+
+/// Brings a save that was just sealed in this spill into the store, and commits it. The clock goes on through the phases.
+///
+/// # Errors
+/// The phase and the cause; the save stays sealed.
+pub(crate) async fn upload_sealed(
+    session: &Session,
+    spill: &dyn Store,
+    sealed: &Sealed,
+    clock: &mut PhaseClock,
+) -> Result<Image, Failure> {
+    let resuming = Resuming {
+        session,
+        spill,
+        sealed,
+        together: &HashSet::new(),
+        finished: &HashSet::new(),
+    };
+    let finished = resuming.finish(clock).await;
+    finished.map_err(|error| Failure::new(error.code(), clock.phase(), error))
 }
 
 /// Why a sealed save is not an image yet.
@@ -121,7 +142,7 @@ enum ResumeError {
     #[error("{key} exists in the store, with other bytes")]
     Taken { key: String },
     #[error("the image was not entered into the job's log")]
-    Commit(#[source] Box<CommitError>),
+    Commit(#[source] Box<AppendError>),
     #[error("the image that was committed cannot be opened")]
     Image(#[source] Box<ImageError>),
     #[error("a panic, which is a defect of ckptstream: {message}")]
@@ -133,8 +154,8 @@ impl ResumeError {
         match self {
             Self::Overtaken { .. } => ExitCode::NotOurs,
             Self::Commit(error) => match **error {
-                CommitError::Fenced { .. } => ExitCode::NotOurs,
-                CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
+                AppendError::Fenced { .. } => ExitCode::NotOurs,
+                AppendError::Unreachable { .. } => ExitCode::CommitUnknown,
                 _ => ExitCode::Spilled,
             },
             Self::Sealed(SealedError::Store(_)) | Self::Spill(_) | Self::Elsewhere { .. } => {
@@ -160,7 +181,7 @@ type Failed = (Phase, Box<ResumeError>);
 
 async fn finish_all(
     session: &Session,
-    config: &SpillConfig,
+    config: &SpillPlace,
     clock: &mut PhaseClock,
 ) -> Result<Option<Image>, Failed> {
     let reading = |error| (Phase::Read, Box::new(error));
@@ -180,6 +201,10 @@ async fn finish_all(
         .await
         .map_err(|error| reading(error.into()))?;
     sealed.sort_by_key(|sealed| (sealed.next_slot, sealed.entry.created_ms));
+    let together: HashSet<String> = sealed
+        .iter()
+        .map(|sealed| sealed.entry.writer.clone())
+        .collect();
     let mut finished = HashSet::new();
     let (mut last, mut failed) = (None, None);
     for sealed in &sealed {
@@ -187,6 +212,7 @@ async fn finish_all(
             session,
             spill: &spill,
             sealed,
+            together: &together,
             finished: &finished,
         };
         match resuming.finish(clock).await {
@@ -206,6 +232,8 @@ struct Resuming<'a> {
     session: &'a Session,
     spill: &'a dyn Store,
     sealed: &'a Sealed,
+    /// Writers of all that is sealed here: what came later becomes an image after this one.
+    together: &'a HashSet<String>,
     /// Attempts that were sealed here too, before this one, and are images now.
     finished: &'a HashSet<String>,
 }
@@ -278,7 +306,8 @@ impl Resuming<'_> {
         // Slots that were taken while objects were copied count as those before.
         let in_the_way = |there: &Entry| self.is_in_the_way(there);
         let slot = self.sealed.next_slot;
-        let entered = append_image_unless(store, job, slot, entry, &in_the_way).await;
+        let entry = Entry::Image(entry.clone());
+        let entered = append(store, job, slot, &entry, &in_the_way).await;
         entered.map_err(|error| ResumeError::Commit(Box::new(error)))
     }
 
@@ -316,9 +345,11 @@ impl Resuming<'_> {
     /// Who took a slot since the save began may have gone on with the job from an older image.
     fn is_in_the_way(&self, there: &Entry) -> bool {
         match there {
-            Entry::Dropped { attempt, .. } => *attempt == self.sealed.entry.attempt,
+            Entry::Dropped { attempt, .. } if *attempt == self.sealed.entry.attempt => true,
             Entry::Image(image) => !self.finished.contains(&image.attempt),
-            Entry::Bad { .. } => false,
+            Entry::Open { writer } => !self.together.contains(writer),
+            Entry::Saving(saving) => !self.together.contains(&saving.writer),
+            Entry::Dropped { .. } | Entry::Bad { .. } => false,
             _ => true,
         }
     }

@@ -8,7 +8,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{JobName, SpillConfig};
+use crate::config::{JobName, SpillPlace};
 use crate::job_log::{Entry, ImageEntry, JobLog};
 use crate::store::file::FileStore;
 use crate::store::{BadKey, Key, Store, StoreError};
@@ -124,7 +124,7 @@ impl Sealed {
     ///
     /// # Errors
     /// [`SealedError`], also when `spill.path` is not there: it may hold some.
-    pub async fn waiting(spill: &SpillConfig, job: &JobName) -> Result<Vec<Self>, SealedError> {
+    pub async fn waiting(spill: &SpillPlace, job: &JobName) -> Result<Vec<Self>, SealedError> {
         Self::all(&FileStore::open_spill(&spill.path, SPILL_DIRECTORY)?, job).await
     }
 

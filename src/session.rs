@@ -3,6 +3,7 @@
 //! In: a [`Config`]. Out: a [`Session`]. What can fail: the store's client (credentials chain, TLS roots); no request is made yet.
 //! The stories are plain threads that call the driver and wait for the store with [`Session::wait`]; nothing ever blocks the runtime.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -32,6 +33,8 @@ pub struct Session {
     pub store_after_begin: Arc<Retrying<dyn Store>>,
     /// When the node goes away, if that is known.
     pub deadline: Option<Instant>,
+    /// The program whose `guard` command unlocks a target if we die; `None` is nobody.
+    pub guard: Option<PathBuf>,
 }
 
 impl Session {
@@ -67,7 +70,18 @@ impl Session {
             store,
             store_after_begin,
             deadline,
+            guard: None,
         })
+    }
+
+    /// The same, in which this token ends the calls after BEGIN.
+    #[must_use]
+    pub fn may_be_abandoned(self, abandon: &CancellationToken) -> Self {
+        let store_after_begin = Arc::new(self.store_after_begin.with_cancel(abandon.clone()));
+        Self {
+            store_after_begin,
+            ..self
+        }
     }
 
     /// After BEGIN the store may be tried until then, and not until the deadline: what comes after it needs the rest.

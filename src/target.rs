@@ -4,11 +4,13 @@
 //! for it. What can fail: no such process, a thread's id, our own pid, no right to look.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// Field of `/proc/PID/stat`, counted behind the command's closing parenthesis: state.
 const STAT_STATE: usize = 0;
@@ -38,6 +40,12 @@ pub enum TargetError {
     /// No such process, or it has ended.
     #[error("process {pid} does not exist (--pid)")]
     Gone {
+        /// As given.
+        pid: u32,
+    },
+    /// It has ended, and nobody has collected its status yet.
+    #[error("process {pid} has ended (--pid)")]
+    Ended {
         /// As given.
         pid: u32,
     },
@@ -94,13 +102,9 @@ impl Target {
         }
         let pidfd = pidfd_open(raw, PidfdFlags::empty())
             .map_err(|errno| look_error(pid, "pidfd_open".to_owned(), errno.into()))?;
-        let stat = read(pid, "stat")?;
-        let start_time = stat_field(&stat, STAT_START_TIME)
-            .and_then(|text| text.parse().ok())
-            .ok_or(TargetError::Gone { pid })?;
         let target = Self {
             pid,
-            start_time,
+            start_time: start_time(pid)?,
             boot_id: boot_id()?,
             name: read(pid, "comm")?.trim_end().to_owned(),
             ns_pids: status_numbers(&status, "NSpid:"),
@@ -126,6 +130,17 @@ impl Target {
         !matches!(poll(&mut fds, Some(&timeout)), Ok(0))
     }
 
+    /// Ends this very process (SIGKILL).
+    ///
+    /// # Errors
+    /// The kernel's; not when it has ended already.
+    pub fn kill(&self) -> std::io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     /// Whether it is stopped by a signal or a tracer: a stopped process cannot answer the driver's lock.
     pub fn is_stopped(&self) -> bool {
         let stat = read(self.pid, "stat").unwrap_or_default();
@@ -142,6 +157,31 @@ pub fn boot_id() -> Result<String, TargetError> {
     let text =
         std::fs::read_to_string(path).map_err(|source| look_error(0, path.to_owned(), source))?;
     Ok(text.trim().to_owned())
+}
+
+/// Inode of the pid namespace that our pids are meant in.
+///
+/// # Errors
+/// [`TargetError::Look`] when it cannot be read.
+pub fn pid_namespace() -> Result<u64, TargetError> {
+    let path = "/proc/self/ns/pid";
+    std::fs::metadata(path)
+        .map(|found| found.ino())
+        .map_err(|source| look_error(0, path.to_owned(), source))
+}
+
+/// Clock ticks between boot and the start of a process.
+///
+/// # Errors
+/// [`TargetError::Ended`] of a zombie, [`TargetError::Gone`], [`TargetError::Look`].
+pub(crate) fn start_time(pid: u32) -> Result<u64, TargetError> {
+    let stat = read(pid, "stat")?;
+    if matches!(stat_field(&stat, STAT_STATE), Some("Z" | "X")) {
+        return Err(TargetError::Ended { pid });
+    }
+    stat_field(&stat, STAT_START_TIME)
+        .and_then(|text| text.parse().ok())
+        .ok_or(TargetError::Gone { pid })
 }
 
 fn read(pid: u32, file: &str) -> Result<String, TargetError> {

@@ -300,6 +300,13 @@ impl Store for Remembering {
         self.inner.list_dirs(prefix)
     }
 
+    fn abort_uploads_under<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> BoxFuture<'a, Result<u64, StoreError>> {
+        self.inner.abort_uploads_under(prefix)
+    }
+
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
         self.inner.delete(key)
     }

@@ -1,30 +1,39 @@
 //! A save's own corner of the store: a prefix that nobody else has, its place in the job's log, an open upload for every GPU.
 //!
 //! In: the store, the job, the node's GPUs. Out: an [`Attempt`], before the target is locked. What can fail: the store (unreachable, refusing, or
-//! without conditional writes, on which the commit rests). What is left when we die here: a claim, and open uploads under keys that no image names.
+//! without conditional writes, on which the commit rests); another writer who has the job. What is left when we die here: a claim, entries `open` and `saving` for which others wait as long as they say, and open uploads under
+//! keys that no image names.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use futures::future::{join, join_all};
+use futures::future::{join, join_all, join3};
 
 use super::not_begun;
 use crate::config::JobName;
+use crate::custody::Custody;
 use crate::driver::{Device, Driver};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
-use crate::job_log::{JobLog, LogError};
+use crate::job_log::{AppendError, Entry, SavingEntry, append};
+use crate::journal::{JournalError, Step};
 use crate::manifest::{AttemptClaim, FORMAT, claim_key};
+use crate::ownership::{self, OwnershipError, WhileSaved, append_code};
 use crate::session::{Session, code_before_begin};
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError, UploadId};
-use crate::target::Target;
+use crate::target::{Target, TargetError};
+use crate::writer::{ProcessIdentity, host_name, now_ms, random_hex, tool};
 
-/// Clean-up of unfinished uploads must not hold back the verdict for longer.
-const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Seconds that a save without a deadline may take: this many, and one for so many bytes of GPU memory.
+const SECONDS_MIN: u64 = 30;
+const BYTES_PER_SECOND: u64 = 200_000_000;
+
+/// Clean-up must not hold back the verdict for longer.
+const CLEAN_UP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// This save's own prefix in the store: its name, its place in the log, an open upload per GPU.
 pub(super) struct Attempt {
     pub(super) nonce: String,
-    /// First free slot of the job's log when it was read.
+    /// Slot of the job's log behind our own last entry.
     pub(super) next_slot: u64,
     /// One per GPU of the node.
     pub(super) uploads: Vec<OpenUpload>,
@@ -43,14 +52,17 @@ impl Attempt {
     pub(super) fn open(
         session: &Session,
         driver: &Driver,
-        target: &Target,
+        custody: &Custody,
+        while_saved: WhileSaved,
     ) -> Result<Self, Failure> {
+        let target = &custody.target;
         let mut attempt = Self {
             nonce: random_hex::<16>(),
             next_slot: 0,
             uploads: Vec::new(),
         };
-        let Err(cause) = session.wait(attempt.claim(session, driver, target)) else {
+        let claiming = attempt.claim(session, driver, custody, while_saved);
+        let Err(cause) = session.wait(claiming) else {
             return Ok(attempt);
         };
         let code = cause.code();
@@ -59,7 +71,7 @@ impl Attempt {
         if code != ExitCode::RolledBack && !session.cancel.is_cancelled() {
             failure.code = code;
         }
-        failure.attached = attempt.abort_uploads(session, &[]);
+        failure.attached = attempt.close(session, &[], attempt.next_slot > 0);
         Err(failure)
     }
 
@@ -67,9 +79,12 @@ impl Attempt {
         &mut self,
         session: &Session,
         driver: &Driver,
-        target: &Target,
+        custody: &Custody,
+        while_saved: WhileSaved,
     ) -> Result<(), OpenError> {
+        let target = &custody.target;
         let job = &session.config.job;
+        let by = ProcessIdentity::ours()?;
         let claim = AttemptClaim {
             format: FORMAT,
             job: job.to_string(),
@@ -81,12 +96,14 @@ impl Attempt {
         };
         let key = &Key::of_job(job, &claim_key(&self.nonce)).map_err(OpenError::Key)?;
         let put = session.store.put_if_absent(key, claim.encode().into());
-        let (put, log) = join(put, JobLog::read(&*session.store, job)).await;
+        let store = &*session.store;
+        let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel);
+        let (put, log) = join(put, log).await;
         if put? == PutOutcome::AlreadyExists {
             let key = key.to_string();
             return Err(OpenError::Claimed { key });
         }
-        self.next_slot = log.map_err(OpenError::Log)?.next_slot();
+        let free = log?.next_slot();
         failpoint::pass("prepare:claimed");
 
         // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
@@ -107,7 +124,8 @@ impl Attempt {
                 })
             },
         ));
-        let (second, opened) = join(second, opened).await;
+        let log = ownership::open(store, job, nonce, free);
+        let (second, opened, log) = join3(second, opened, log).await;
         let mut failed = match second {
             Ok(PutOutcome::AlreadyExists) => None,
             Ok(PutOutcome::Created) => Some(OpenError::Unconditional {
@@ -122,36 +140,124 @@ impl Attempt {
             }
         }
         failpoint::pass("prepare:uploads open");
-        failed.map_or(Ok(()), Err)
+        match (log, failed) {
+            (Ok(slot), None) => self.announce(session, driver, custody, by, slot + 1).await,
+            (Err(error), None) => Err(error.into()),
+            (_, Some(failed)) => Err(failed),
+        }
+    }
+
+    /// Tells everybody that we are saving. Who has opened the job since we did has it.
+    async fn announce(
+        &mut self,
+        session: &Session,
+        driver: &Driver,
+        custody: &Custody,
+        by: ProcessIdentity,
+        from_slot: u64,
+    ) -> Result<(), OpenError> {
+        let memory = driver.devices().iter().map(|gpu| gpu.memory_len);
+        let memory = memory.fold(0, u64::saturating_add);
+        let seconds = match session.deadline {
+            Some(deadline) => deadline
+                .saturating_duration_since(Instant::now())
+                .as_secs()
+                .max(1),
+            None => SECONDS_MIN + memory / BYTES_PER_SECOND,
+        };
+        let spill = session.config.spill.place.as_ref();
+        let saving = Entry::Saving(SavingEntry {
+            writer: self.nonce.clone(),
+            attempt: self.nonce.clone(),
+            seconds,
+            spill: spill.map(|place| place.path.display().to_string()),
+            by,
+        });
+        // From here on the attempt has to be closed.
+        self.next_slot = from_slot;
+        custody.step(&Step::Attempt {
+            attempt: self.nonce.clone(),
+            next_slot: from_slot,
+        })?;
+        let (store, job) = (&*session.store, &session.config.job);
+        let is_theirs = |there: &Entry| matches!(there, Entry::Open { .. });
+        let slot = append(store, job, from_slot, &saving, &is_theirs).await?;
+        self.next_slot = slot + 1;
+        failpoint::pass("prepare:announced");
+        Ok(())
+    }
+
+    /// Cleans up after a save that is no image and never will be: aborts the uploads, and says in the log that the attempt is given up, so that nobody waits for it. Says what could not be done.
+    pub(super) fn close(
+        &self,
+        session: &Session,
+        landed: &[Key],
+        is_announced: bool,
+    ) -> Vec<String> {
+        let closing = async {
+            let dropping = async {
+                let dropped = match is_announced {
+                    true => self.drop_it(session).await,
+                    false => Ok(()),
+                };
+                dropped.err().map(|error| {
+                    let why = crate::error::one_line(&error);
+                    format!("the attempt stays open in the job's log: {why}")
+                })
+            };
+            let (mut left, dropped) = join(self.abort_all(session, landed), dropping).await;
+            left.extend(dropped);
+            left
+        };
+        within_limit(session, closing)
+    }
+
+    /// Says in the log that the attempt is given up.
+    ///
+    /// # Errors
+    /// [`AppendError::Fenced`] when it is an image after all.
+    pub(super) async fn drop_it(&self, session: &Session) -> Result<(), AppendError> {
+        let dropped = Entry::Dropped {
+            writer: self.nonce.clone(),
+            attempt: self.nonce.clone(),
+        };
+        let is_ours =
+            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == self.nonce);
+        let (store, job) = (&*session.store_after_begin, &session.config.job);
+        append(store, job, self.next_slot, &dropped, &is_ours).await?;
+        Ok(())
     }
 
     /// Aborts every upload whose object did not land; says which could not be aborted.
     pub(super) fn abort_uploads(&self, session: &Session, landed: &[Key]) -> Vec<String> {
+        within_limit(session, self.abort_all(session, landed))
+    }
+
+    async fn abort_all(&self, session: &Session, landed: &[Key]) -> Vec<String> {
         let unused = self
             .uploads
             .iter()
             .filter(|open| !landed.contains(&open.key));
         let aborts = unused.map(|open| async move {
-            let aborted = session
-                .store_after_begin
-                .abort_upload(&open.key, &open.upload)
-                .await;
+            let store = &session.store_after_begin;
+            let aborted = store.abort_upload(&open.key, &open.upload).await;
             aborted.err().map(|error| {
-                format!(
-                    "an unfinished upload stays in the store: {}",
-                    crate::error::one_line(&error)
-                )
+                let why = crate::error::one_line(&error);
+                format!("an unfinished upload stays in the store: {why}")
             })
         });
-        let all =
-            session.wait(async { tokio::time::timeout(ABORT_TIMEOUT, join_all(aborts)).await });
-        match all {
-            Ok(outcomes) => outcomes.into_iter().flatten().collect(),
-            Err(_elapsed) => vec![format!(
-                "unfinished uploads stay in the store: they could not be aborted within {ABORT_TIMEOUT:?}"
-            )],
-        }
+        join_all(aborts).await.into_iter().flatten().collect()
     }
+}
+
+/// Clean-up that takes too long is left to `gc`.
+fn within_limit(session: &Session, cleaning: impl Future<Output = Vec<String>>) -> Vec<String> {
+    let done = session.wait(async { tokio::time::timeout(CLEAN_UP_TIMEOUT, cleaning).await });
+    done.unwrap_or_else(|_elapsed| {
+        vec![format!(
+            "leftovers stay in the store: they could not be cleaned up within {CLEAN_UP_TIMEOUT:?}; `ckptstream gc` does it later"
+        )]
+    })
 }
 
 /// Why an attempt could not be opened.
@@ -159,8 +265,14 @@ impl Attempt {
 enum OpenError {
     #[error("the save cannot be opened in the store")]
     Store(#[from] StoreError),
-    #[error("the job's log cannot be read")]
-    Log(#[source] LogError),
+    #[error(transparent)]
+    Ownership(#[from] OwnershipError),
+    #[error("the save was not announced in the job's log")]
+    Announce(#[from] AppendError),
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    #[error("this process cannot be told from others")]
+    Ourselves(#[from] TargetError),
     #[error("a key of this save is not legal")]
     Key(#[source] BadKey),
     #[error("{key} is claimed by another save")]
@@ -176,8 +288,11 @@ impl OpenError {
     fn code(&self) -> ExitCode {
         match self {
             Self::Store(error) => code_before_begin(error),
-            Self::Log(LogError::Store { source, .. }) => code_before_begin(source),
-            Self::Log(_) | Self::Key(_) | Self::Unconditional { .. } => ExitCode::Preflight,
+            Self::Ownership(error) => error.code(),
+            Self::Announce(error) => append_code(error),
+            Self::Journal(_) | Self::Ourselves(_) | Self::Key(_) | Self::Unconditional { .. } => {
+                ExitCode::Preflight
+            }
             Self::Claimed { .. } => ExitCode::NotOurs,
         }
     }
@@ -205,38 +320,4 @@ fn bare_uuid(device: &Device) -> String {
         .to_string()
         .trim_start_matches("GPU-")
         .to_owned()
-}
-
-/// Random bits in hex digits: enough of them name an attempt for good, a few make a key fresh within it.
-fn random_hex<const LEN: usize>() -> String {
-    let mut bytes = [0_u8; LEN];
-    let mut filled = 0;
-    while filled < LEN {
-        // The kernel's pool is there from early boot on, and a request of this size is never cut short but by a signal.
-        filled +=
-            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-                .unwrap_or(0);
-    }
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Who writes, for the labels of what is written.
-pub(super) fn tool() -> String {
-    concat!("ckptstream ", env!("CARGO_PKG_VERSION")).to_owned()
-}
-
-pub(super) fn host_name() -> String {
-    rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned()
-}
-
-/// Milliseconds since 1970 by our own clock: a label, nothing is ordered by it.
-pub(super) fn now_ms() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| {
-            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
-        })
 }

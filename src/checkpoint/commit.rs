@@ -1,15 +1,15 @@
 //! The commit: frame tables, then the manifest, then the one entry in the job's log that makes the image.
 //!
-//! In: lanes that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`CommitError::Fenced`]); an answer that never
-//! comes ([`CommitError::Unreachable`]: unknown). Before the entry stands, the image does not exist, whatever lies under its prefix.
+//! In: lanes that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`AppendError::Fenced`]); an answer that never
+//! comes ([`AppendError::Unreachable`]: unknown). Before the entry stands, the image does not exist, whatever lies under its prefix.
 
-use super::attempt::{Attempt, OpenUpload, host_name, now_ms, tool};
+use super::attempt::{Attempt, OpenUpload};
 use crate::config::JobName;
 use crate::driver::{Device, Driver};
 use crate::error::ExitCode;
 use crate::failpoint;
 use crate::image::Image;
-use crate::job_log::{CommitError, ImageEntry, append_image};
+use crate::job_log::{AppendError, ImageEntry, append_image};
 use crate::manifest::{
     Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host, ImageKind,
     Manifest, ManifestError, ObjectRecord, ProcessRecord, digest_of, features_of, manifest_key,
@@ -18,6 +18,7 @@ use crate::pipeline::SavedLane;
 use crate::session::Session;
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
 use crate::target::Target;
+use crate::writer::{host_name, now_ms, tool};
 
 /// Why a landed save was not committed.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +32,7 @@ pub(super) enum CommitFailed {
     #[error("the manifest that we wrote does not verify; this is a defect of ckptstream")]
     Manifest(#[from] ManifestError),
     #[error("the image was not entered into the job's log")]
-    Log(#[source] Box<CommitError>),
+    Log(#[source] Box<AppendError>),
 }
 
 impl CommitFailed {
@@ -40,8 +41,8 @@ impl CommitFailed {
             return ExitCode::Lost;
         };
         match **error {
-            CommitError::Fenced { .. } => ExitCode::Fenced,
-            CommitError::Unreachable { .. } => ExitCode::CommitUnknown,
+            AppendError::Fenced { .. } => ExitCode::Fenced,
+            AppendError::Unreachable { .. } => ExitCode::CommitUnknown,
             _ => ExitCode::Lost,
         }
     }
@@ -51,8 +52,8 @@ impl CommitFailed {
 pub(super) struct Written {
     /// What commits it.
     pub(super) entry: ImageEntry,
-    manifest: Manifest,
-    tables: Vec<FrameTable>,
+    pub(super) manifest: Manifest,
+    pub(super) tables: Vec<FrameTable>,
 }
 
 /// Everything that makes an image of what has landed: frame tables, the manifest, the one entry.

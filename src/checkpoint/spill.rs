@@ -19,10 +19,12 @@ use super::attempt::{Attempt, OpenUpload, object_key};
 use super::commit::{Written, write_manifest};
 use super::memory::Memory;
 use super::{expect_still, land};
-use crate::config::{JobName, SpillConfig, Survives};
+use crate::config::{JobName, OnFailure, SpillPlace, SpillWhen, Survives};
 use crate::driver::{CheckpointingProcess, Driver, DriverError, ProcessState};
 use crate::failpoint;
+use crate::image::Image;
 use crate::manifest::spilled_manifest_key;
+use crate::outcome::StageOutcome;
 use crate::pipeline;
 use crate::sealed::{self, SPILL_DIRECTORY, Sealed, SealedError};
 use crate::session::Session;
@@ -47,11 +49,20 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The same while the target is locked.
 const TOP_UP_PATIENCE: Duration = Duration::from_millis(500);
 
+/// A save that is whole in the spill.
+pub(super) struct SealedSave {
+    pub(super) sealed: Sealed,
+    /// As a reader of the spill would open it. It has no generation.
+    pub(super) image: Image,
+    pub(super) stages: Vec<StageOutcome>,
+    pub(super) slowest_stage: Option<String>,
+}
+
 /// Room for one save.
 pub(super) struct Spill {
     store: Arc<Retrying<FileStore>>,
     uploads: Vec<OpenUpload>,
-    config: SpillConfig,
+    config: SpillPlace,
     /// Nobody else has the job's part of the spill.
     _claim: Claim,
 }
@@ -94,13 +105,15 @@ impl Spill {
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
+        on_failure: OnFailure,
     ) -> Result<Option<Self>, NoSpill> {
-        let Some(config) = &session.config.spill else {
-            return Ok(None);
+        let config = match &session.config.spill.place {
+            Some(config) if is_needed(session, on_failure) => config,
+            _ => return Ok(None),
         };
         let reserved = session.wait(async {
             // A disk that hangs must not hold up a save that the store would take.
-            let reserving = Self::reserve(session, config, driver, target, attempt);
+            let reserving = Self::reserve(session, config, driver, target, attempt, on_failure);
             let reserved = tokio::time::timeout(PATIENCE, reserving).await;
             reserved.unwrap_or_else(|_elapsed| Err(hangs(config)))
         });
@@ -133,10 +146,11 @@ impl Spill {
 
     async fn reserve(
         session: &Session,
-        config: &SpillConfig,
+        config: &SpillPlace,
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
+        on_failure: OnFailure,
     ) -> Result<(Arc<FileStore>, Claim, Vec<OpenUpload>), SpillError> {
         let failed = |source| not_set_aside(config, source);
         let job = &session.config.job;
@@ -162,6 +176,10 @@ impl Spill {
             &disk,
             &mut uploads,
         );
+        let room = async {
+            let in_all = room.await?;
+            leave_time(session, config, &disk, in_all, on_failure).await
+        };
         if let Err(error) = room.await {
             for open in &uploads {
                 // It is swept away by a later save at the latest.
@@ -172,16 +190,16 @@ impl Spill {
         Ok((disk, claim, uploads))
     }
 
-    /// Room for what every GPU uses, and the time that writing it takes. What was begun is in `uploads`, also after an error.
+    /// Room for what every GPU uses; how many bytes that are. What was begun is in `uploads`, also after an error.
     async fn set_aside(
         session: &Session,
-        config: &SpillConfig,
+        config: &SpillPlace,
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
         disk: &FileStore,
         uploads: &mut Vec<OpenUpload>,
-    ) -> Result<(), SpillError> {
+    ) -> Result<u64, SpillError> {
         let failed = |source| not_set_aside(config, source);
         let used = used_memory(driver)?;
         let in_all = used.iter().copied().fold(0, u64::saturating_add);
@@ -196,21 +214,7 @@ impl Spill {
             let reserved = disk.reserve(&key, &upload, with_slack(*used), in_all).await;
             reserved.map_err(failed)?;
         }
-        let Some(deadline) = session.deadline else {
-            return Ok(());
-        };
-        let took = disk.measure(MEASURED_LEN).await.map_err(failed)?;
-        let needed = time_needed(in_all, took, session.config.pipeline.threads);
-        let left = deadline.saturating_duration_since(Instant::now());
-        // Half of it at least is for the store.
-        let latest = deadline.checked_sub(needed).filter(|_| needed * 2 <= left);
-        let latest = latest.ok_or_else(|| SpillError::TooSlow {
-            path: config.path.display().to_string(),
-            needed,
-            left,
-        })?;
-        session.end_tries_at(latest);
-        Ok(())
+        Ok(in_all)
     }
 
     /// The target is locked, and its memory as large as it will be: sets aside what it took since.
@@ -246,7 +250,7 @@ impl Spill {
         attempt: &Attempt,
         begun: &CheckpointingProcess,
         memory: &mut Memory,
-    ) -> Result<(), Box<dyn Error + Send + Sync>> {
+    ) -> Result<SealedSave, Box<dyn Error + Send + Sync>> {
         expect_still(driver, target, ProcessState::Checkpointing)?;
         let store = Arc::clone(&self.store) as Arc<dyn Store>;
         let (lanes, encoders, resources) = memory
@@ -254,7 +258,7 @@ impl Spill {
             .ok_or("nothing was prepared for a second run")?;
         let saved = pipeline::save(lanes, encoders, resources)?;
         failpoint::pass("spill:all written");
-        let _tags = land(session, &*self.store, &saved.lanes)?;
+        let etags = land(session, &*self.store, &saved.lanes)?;
         failpoint::pass("spill:all landed");
         expect_still(driver, target, ProcessState::Checkpointing)?;
         let written = write_manifest(
@@ -266,7 +270,19 @@ impl Spill {
             saved.lanes,
         )?;
         failpoint::pass("spill:manifest stored");
-        let Written { entry, .. } = written;
+        let Written {
+            entry,
+            manifest,
+            tables,
+        } = written;
+        let image = Image {
+            generation: 0,
+            attempt: attempt.nonce.clone(),
+            manifest_digest: entry.manifest_digest,
+            manifest,
+            tables: vec![tables],
+            etags,
+        };
         let sealed = Sealed {
             format: sealed::FORMAT,
             job: session.config.job.to_string(),
@@ -278,7 +294,12 @@ impl Spill {
         match session.wait(self.store.put_if_absent(&key, sealed.encode()))? {
             PutOutcome::Created => {
                 failpoint::pass("spill:sealed");
-                Ok(())
+                Ok(SealedSave {
+                    sealed,
+                    image,
+                    stages: saved.stages,
+                    slowest_stage: saved.slowest_stage,
+                })
             }
             PutOutcome::AlreadyExists => Err(format!("{key} exists already").into()),
         }
@@ -295,6 +316,62 @@ impl Spill {
         }
     }
 
+    /// Where the save lies.
+    pub(super) fn store(&self) -> &dyn Store {
+        &*self.store
+    }
+
+    /// The session of one who reads images from the spill, and whom no signal stops.
+    pub(super) fn session(&self, session: &Session) -> Session {
+        let disk: Arc<dyn Store> = self.store.shared();
+        let reading = || {
+            Retrying::new(
+                Arc::clone(&disk),
+                RetryPolicy::new(PATIENCE),
+                CancellationToken::new(),
+                Arc::clone(&session.meter),
+            )
+        };
+        Session {
+            cancel: CancellationToken::new(),
+            store: Arc::new(reading()),
+            store_after_begin: Arc::new(reading()),
+            ..session.clone()
+        }
+    }
+
+    /// The save is not wanted any more: from now on nobody takes it for one.
+    ///
+    /// # Errors
+    /// [`StoreError`]; it may be found and finished by a later `resume`.
+    pub(super) fn unseal(&self, session: &Session, save: &SealedSave) -> Result<(), StoreError> {
+        let key = Sealed::key(&session.config.job, &save.sealed.entry.attempt);
+        let key = key.map_err(|error| StoreError::Mismatch {
+            operation: "DeleteObject",
+            key: save.sealed.entry.attempt.clone(),
+            what: error.to_string(),
+        })?;
+        session.wait(self.store.delete(&key))?;
+        failpoint::pass("spill:unsealed");
+        Ok(())
+    }
+
+    /// Removes what is left of an attempt that is not sealed any more.
+    pub(super) fn clear_away(&self, session: &Session) {
+        let cleared = session.wait(remove_unsealed(&*self.store, &session.config.job));
+        if let Err(error) = cleared {
+            let why = crate::error::one_line(&error);
+            tracing::warn!("the spill was not cleared away: {why}");
+        }
+    }
+
+    /// Path of what says that a save is sealed.
+    pub(super) fn place_of(&self, session: &Session, save: &SealedSave) -> String {
+        let (job, attempt) = (&session.config.job, &save.sealed.entry.attempt);
+        let path = self.config.path.display();
+        format!("{path}/{SPILL_DIRECTORY}/{job}/data/{attempt}/sealed.json")
+    }
+
     /// Gives the room back.
     pub(super) fn give_back(&self, session: &Session) {
         for open in &self.uploads {
@@ -307,14 +384,14 @@ impl Spill {
     }
 }
 
-fn not_set_aside(config: &SpillConfig, source: StoreError) -> SpillError {
+fn not_set_aside(config: &SpillPlace, source: StoreError) -> SpillError {
     SpillError::Store {
         path: config.path.display().to_string(),
         source,
     }
 }
 
-fn hangs(config: &SpillConfig) -> SpillError {
+fn hangs(config: &SpillPlace) -> SpillError {
     SpillError::Hangs {
         path: config.path.display().to_string(),
     }
@@ -340,6 +417,42 @@ async fn remove_unsealed(disk: &dyn Store, job: &JobName) -> Result<(), SealedEr
 fn used_memory(driver: &Driver) -> Result<Vec<u64>, DriverError> {
     let devices = 0..driver.devices().len();
     devices.map(|device| driver.used_memory(device)).collect()
+}
+
+/// Whether anything that may happen needs the spill.
+fn is_needed(session: &Session, on_failure: OnFailure) -> bool {
+    session.config.spill.when == SpillWhen::Always
+        || matches!(on_failure, OnFailure::Spill | OnFailure::GiveBack)
+}
+
+/// Tells the store until when it may try: what comes after it needs the rest of the time.
+async fn leave_time(
+    session: &Session,
+    config: &SpillPlace,
+    disk: &FileStore,
+    in_all: u64,
+    on_failure: OnFailure,
+) -> Result<(), SpillError> {
+    let Some(deadline) = session.deadline else {
+        return Ok(());
+    };
+    let took = disk.measure(MEASURED_LEN).await;
+    let took = took.map_err(|source| not_set_aside(config, source))?;
+    let mut needed = time_needed(in_all, took, session.config.pipeline.threads);
+    if on_failure == OnFailure::GiveBack {
+        // It is read once more, and decoded.
+        needed *= 2;
+    }
+    let left = deadline.saturating_duration_since(Instant::now());
+    // Half of it at least is for the store.
+    let latest = deadline.checked_sub(needed).filter(|_| needed * 2 <= left);
+    let latest = latest.ok_or_else(|| SpillError::TooSlow {
+        path: config.path.display().to_string(),
+        needed,
+        left,
+    })?;
+    session.end_tries_at(latest);
+    Ok(())
 }
 
 /// The most that an object of so many raw bytes takes.

@@ -13,6 +13,7 @@ use super::timeline::TimelinePath;
 use crate::config::Overrides;
 use crate::driver::GpuUuid;
 use crate::image::ImageRef;
+use crate::ownership::WhileSaved;
 
 const AFTER_HELP: &str = "\
 Credentials come from the SDK's chain only: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, a web identity token, the instance's role. \
@@ -101,10 +102,27 @@ way back: the save goes on to its end, and further signals change nothing.")]
     Verify(VerifyArgs),
     /// Print the raw bytes of one GPU's memory to stdout; needs no GPU
     Cat(CatArgs),
+    /// Give up attempts that came to nothing, and remove the data of whatever was given up or dropped; needs no GPU
+    #[command(after_help = "\
+Without --job it looks at every job of the store. An attempt is given up only when it is older than --older-than, by the store's own clock, and is no image; images are `prune`'s. \
+What is removed from the log's point of view first cannot become an image any more.")]
+    Gc(GcArgs),
+    /// Drop old images: all but the newest valid ones, and the newest that was read back by `verify`; needs no GPU
+    #[command(after_help = "\
+An image is dropped in the job's log first. Its data is removed by a later `prune` or `gc`, once --grace is over and no restore reads it.")]
+    Prune(PruneArgs),
     /// Finish saves that were spilled: copy them into the store and commit them; needs no GPU
     #[command(after_help = "\
 Every sealed save of the job in spill.path is finished, and then removed from there. Running it again, or when nothing is sealed (exit 7), does no harm.")]
     Resume,
+    /// Put in order what savers that died have left on this node: unlock targets, give attempts up, say what is to be done about the rest
+    #[command(after_help = "\
+Exit codes: 0 everything is in order; else the gravest of what is left: 4, 11, 12, 14, 15, 20, 21 as for the other commands, 10 when the store could not be told. \
+Nothing is restored, and nothing is ended without --end.")]
+    Recover(RecoverArgs),
+    /// Unlock a target if the saver that started this command dies
+    #[command(hide = true)]
+    Guard(GuardArgs),
     /// Measure what this node can do, without a target: every stage alone, the whole pipeline both ways, and whether a save fits a notice
     #[command(after_help = "\
 GPU memory is taken as given with --size, and filled with data that compresses like the real kinds. The verdict is for GPUs that are full. \
@@ -122,7 +140,11 @@ impl Command {
             Command::Inspect(_) => "inspect",
             Command::Verify(_) => "verify",
             Command::Cat(_) => "cat",
+            Command::Gc(_) => "gc",
+            Command::Prune(_) => "prune",
             Command::Resume => "resume",
+            Command::Recover(_) => "recover",
+            Command::Guard(_) => "guard",
             Command::Bench(_) => "bench",
         }
     }
@@ -140,8 +162,12 @@ impl Command {
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)
+            | Command::Gc(_)
+            | Command::Prune(_)
             | Command::Resume
+            | Command::Recover(_)
             | Command::Bench(_) => "stops the command",
+            Command::Guard(_) => "changes nothing",
         }
     }
 }
@@ -158,10 +184,102 @@ pub(super) struct CheckpointArgs {
     pub(super) then: ThenChoice,
 
     #[command(flatten)]
+    pub(super) while_saved: WhileSavedArgs,
+
+    /// Let the second SIGINT or SIGTERM after the driver's checkpoint call end the command (exit 12): the target is lost then
+    #[arg(long)]
+    pub(super) force_abandon: bool,
+
+    #[command(flatten)]
     pub(super) deadline: DeadlineArgs,
 
     #[command(flatten)]
     pub(super) timeline: TimelineArgs,
+}
+
+/// `--no-wait`, `--take-over`
+#[derive(Debug, Clone, Copy, ClapArgs)]
+pub(super) struct WhileSavedArgs {
+    /// Refuse (exit 4) while another writer is saving the job, instead of waiting for it
+    #[arg(long, conflicts_with = "take_over")]
+    pub(super) no_wait: bool,
+
+    /// Go on while another writer is saving the job: its image will never come into being
+    #[arg(long)]
+    pub(super) take_over: bool,
+}
+
+impl WhileSavedArgs {
+    pub(super) fn wanted(self) -> WhileSaved {
+        match (self.no_wait, self.take_over) {
+            (true, _) => WhileSaved::Refuse,
+            (_, true) => WhileSaved::TakeOver,
+            _ => WhileSaved::Wait,
+        }
+    }
+}
+
+/// `recover`
+#[derive(Debug, ClapArgs)]
+pub(super) struct RecoverArgs {
+    /// Only this target
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) pid: Option<u32>,
+
+    /// End processes that can only be ended (SIGKILL)
+    #[arg(long)]
+    pub(super) end: bool,
+}
+
+/// `guard`
+#[derive(Debug, ClapArgs)]
+pub(super) struct GuardArgs {
+    #[arg(long)]
+    pub(super) pid: u32,
+
+    #[arg(long)]
+    pub(super) start_time: u64,
+
+    #[arg(long)]
+    pub(super) patience_ms: u64,
+}
+
+/// `gc`
+#[derive(Debug, ClapArgs)]
+pub(super) struct GcArgs {
+    /// Age from which an attempt without an image is given up [file: retention.older_than; default: 24h]
+    #[arg(long, value_name = "TIME")]
+    pub(super) older_than: Option<String>,
+
+    /// Give up attempts, too, that may be sealed in a spill and waiting for `ckptstream resume`
+    #[arg(long)]
+    pub(super) spilled: bool,
+
+    #[command(flatten)]
+    pub(super) upkeep: UpkeepArgs,
+}
+
+/// `prune`
+#[derive(Debug, ClapArgs)]
+pub(super) struct PruneArgs {
+    /// Valid images that stay, 2 or more [file: retention.keep; default: 2]
+    #[arg(long, value_name = "N")]
+    pub(super) keep: Option<i64>,
+
+    #[command(flatten)]
+    pub(super) upkeep: UpkeepArgs,
+}
+
+/// Of `gc` and `prune`.
+#[derive(Debug, ClapArgs)]
+pub(super) struct UpkeepArgs {
+    /// Time between the moment when an image is dropped and the end of its data [file: retention.grace; default: 1h]
+    #[arg(long, value_name = "TIME")]
+    pub(super) grace: Option<String>,
+
+    /// Say what would be done, and change nothing
+    #[arg(long)]
+    pub(super) dry_run: bool,
 }
 
 /// `restore`
@@ -177,6 +295,13 @@ pub(super) struct RestoreArgs {
     /// The process came up suspended on purpose: accept it although this image was not taken from it
     #[arg(long)]
     pub(super) into_fresh: bool,
+
+    /// Write nothing to the store: the process is a copy beside the job, and whoever saves the job may go on
+    #[arg(long, conflicts_with_all = ["no_wait", "take_over"])]
+    pub(super) read_only: bool,
+
+    #[command(flatten)]
+    pub(super) while_saved: WhileSavedArgs,
 
     /// Put a stored GPU onto a present one; repeatable, UUIDs as nvidia-smi -L prints them [file: driver.gpu_map; default: the same GPU, else one alike]
     #[arg(long, value_name = "OLD=NEW")]
@@ -288,26 +413,39 @@ impl Common {
 impl Args {
     /// The flags that override the configuration file.
     pub(super) fn overrides(&self) -> Overrides {
-        let (deadline, gpu_map) = match &self.command {
-            Command::Checkpoint(command) => (command.deadline.deadline.clone(), Vec::new()),
+        let mut overrides = Overrides {
+            job: self.common.job.clone(),
+            store: self.common.store.clone(),
+            endpoint: self.common.endpoint.clone(),
+            region: self.common.region.clone(),
+            ..Overrides::default()
+        };
+        match &self.command {
+            Command::Checkpoint(command) => {
+                overrides.deadline.clone_from(&command.deadline.deadline);
+            }
             Command::Restore(command) => {
-                (command.deadline.deadline.clone(), command.gpu_map.clone())
+                overrides.deadline.clone_from(&command.deadline.deadline);
+                overrides.gpu_map.clone_from(&command.gpu_map);
+            }
+            Command::Gc(command) => {
+                overrides.older_than.clone_from(&command.older_than);
+                overrides.grace.clone_from(&command.upkeep.grace);
+            }
+            Command::Prune(command) => {
+                overrides.keep = command.keep;
+                overrides.grace.clone_from(&command.upkeep.grace);
             }
             Command::List
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)
             | Command::Resume
-            | Command::Bench(_) => (None, Vec::new()),
-        };
-        Overrides {
-            job: self.common.job.clone(),
-            store: self.common.store.clone(),
-            endpoint: self.common.endpoint.clone(),
-            region: self.common.region.clone(),
-            deadline,
-            gpu_map,
+            | Command::Recover(_)
+            | Command::Guard(_)
+            | Command::Bench(_) => {}
         }
+        overrides
     }
 }
 

@@ -95,10 +95,15 @@ struct FrameCounts {
     zstd: u64,
 }
 
+/// Every job of the store.
+pub(super) async fn jobs(store: &dyn Store) -> Result<Vec<JobName>, Failure> {
+    image::list_jobs(store).await.map_err(image_failure)
+}
+
 /// Images of a job, or jobs of the store. That there is none at all is a failure of its own (6), so that a script need not parse.
 pub(super) async fn list(store: &dyn Store, job: Option<&JobName>) -> Result<Done, Failure> {
     let Some(job) = job else {
-        let jobs = image::list_jobs(store).await.map_err(image_failure)?;
+        let jobs = jobs(store).await?;
         if jobs.is_empty() {
             return Err(nothing(format!(
                 "no job has images under {}",

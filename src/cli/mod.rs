@@ -14,10 +14,12 @@ mod progress;
 mod report;
 mod signals;
 mod stdout;
+mod tidy;
 mod timeline;
 mod units;
 
 use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,24 +29,31 @@ use tokio_util::sync::CancellationToken;
 
 use crate::bench::Surroundings;
 use crate::checkpoint::{self, Then};
-use crate::config::{Config, ConfigError, Environment, JobName, RawConfig, StoreConfig};
+use crate::config::{Config, ConfigError, Environment, JobName, Overrides, RawConfig, StoreConfig};
 use crate::error::{ExitCode, Failure, Phase};
+use crate::guard::{self, Guarded};
 use crate::outcome::Outcome;
 use crate::progress::Meter;
+use crate::recover::{self, RecoverOptions};
 use crate::restore;
 use crate::resume;
 use crate::session::Session;
 use crate::store;
+use crate::upkeep::{self, GcOptions, Upkeep};
 
-use args::{Args, Command, ProgressChoice, ThenChoice, TimelineArgs};
+use args::{Args, Command, GuardArgs, ProgressChoice, ThenChoice, TimelineArgs};
 use console::Console;
 use progress::{Mode, Progress, Terminal};
 use report::{Done, RunReport};
 use stdout::Stdout;
+use tidy::{RecoveredListing, UpkeepListing};
 use timeline::Recording;
 
 /// How long leftovers on the network may take once the verdict is known.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// This very program, also when its file was replaced.
+const OURSELVES: &str = "/proc/self/exe";
 
 /// Runs the command line of this process.
 pub fn main() -> std::process::ExitCode {
@@ -73,6 +82,9 @@ pub fn main() -> std::process::ExitCode {
         started,
         stdout: &stdout,
     };
+    if let Command::Guard(guard) = &args.command {
+        return run.guard(guard);
+    }
     let mut job = args.common.job.clone();
     let result = run.execute(&mut job);
     conclude(&run, result, job)
@@ -87,7 +99,17 @@ fn conclude(
     let command = run.args.command.name();
     let elapsed = run.started.elapsed().as_secs_f64();
     let (report, code, print) = match result {
-        Ok(Some(done)) => (RunReport::done(command, done, elapsed), ExitCode::Ok, true),
+        Ok(Some(done)) => {
+            let code = done.code();
+            let report = RunReport::done(command, done, elapsed);
+            if code != ExitCode::Ok && run.mode != Mode::Json {
+                report
+                    .failure_lines(code.advice())
+                    .iter()
+                    .for_each(|line| run.console.line(line));
+            }
+            (report, code, true)
+        }
         // `cat` has its result on stdout already.
         Ok(None) => return std::process::ExitCode::SUCCESS,
         // The reader of stdout has seen enough.
@@ -182,7 +204,10 @@ struct Run<'a> {
 struct Ground {
     runtime: tokio::runtime::Runtime,
     meter: Arc<Meter>,
+    /// The first signal.
     cancel: CancellationToken,
+    /// The second one.
+    again: CancellationToken,
 }
 
 impl Run<'_> {
@@ -209,24 +234,56 @@ impl Run<'_> {
                     ThenChoice::Suspend => Then::Suspend,
                     ThenChoice::Resume => Then::Resume,
                 };
+                let while_saved = command.while_saved.wanted();
                 self.transfer(config()?, &command.timeline, |session| {
-                    checkpoint::checkpoint(session, command.pid, then)
+                    checkpoint::checkpoint(session, command.pid, then, while_saved)
                 })
             }
             Command::Restore(command) => self.transfer(config()?, &command.timeline, |session| {
-                restore::restore(
-                    session,
-                    command.pid,
-                    command.image.image,
-                    command.into_fresh,
-                )
+                let wanted = restore::Wanted {
+                    image: command.image.image,
+                    into_fresh: command.into_fresh,
+                    read_only: command.read_only,
+                    while_saved: command.while_saved.wanted(),
+                };
+                restore::restore(session, command.pid, wanted)
             }),
+            Command::Gc(command) => {
+                let options = GcOptions {
+                    spilled: command.spilled,
+                    dry_run: command.upkeep.dry_run,
+                };
+                let upkeep = |session: &Session| upkeep::gc(session, options);
+                self.tidy(&overrides, &raw, named, upkeep).map(Some)
+            }
+            Command::Prune(command) => {
+                let upkeep = |session: &Session| upkeep::prune(session, command.upkeep.dry_run);
+                self.tidy(&overrides, &raw, named, upkeep).map(Some)
+            }
             Command::Verify(command) => self.transfer(config()?, &command.timeline, |session| {
                 restore::verify(session, command.image.image)
             }),
             Command::Resume => self
                 .with_session(config()?, Meter::new(), resume::resume)
                 .map(|outcome| Some(Done::Transfer(outcome))),
+            Command::Recover(command) => {
+                let options = RecoverOptions {
+                    pid: command.pid,
+                    end: command.end,
+                };
+                // Every journal has a job of its own; without one named, all are looked at.
+                let overrides = Overrides {
+                    job: Some(named.as_ref().map_or("recover", JobName::as_str).to_owned()),
+                    ..overrides.clone()
+                };
+                let config = Config::resolve(&overrides, &raw, &Environment::read())
+                    .map_err(config_failure)?;
+                self.with_session(config, Meter::new(), |session| {
+                    recover::recover(session, named.as_ref(), options)
+                })
+                .map(|recovered| Some(Done::Recovered(RecoveredListing(recovered))))
+            }
+            Command::Guard(_) => unreachable!("it is run before anything is read"),
             Command::Inspect(command) => self.with_session(config()?, Meter::new(), |session| {
                 let inspection = session.wait(images::inspect(
                     session.store.as_ref(),
@@ -253,6 +310,29 @@ impl Run<'_> {
                     .map(Some)
             }
         }
+    }
+
+    /// Watches over a target until the saver that started us ends, and dies for none of the signals that end it.
+    fn guard(&self, args: &GuardArgs) -> std::process::ExitCode {
+        let patience = Duration::from_millis(args.patience_ms);
+        let watched = Ground::stand(self.args.command.signal_effect(), Meter::new(), |_ground| {
+            let mut letters = std::io::stdin().lock();
+            guard::guard(&mut letters, args.pid, args.start_time, patience)
+                .map_err(|error| Failure::new(ExitCode::Lost, Phase::Unlock, error))
+        });
+        match watched {
+            Ok(Guarded::Unlocked) => self.console.line(&format!(
+                "ckptstream guard: the saver died; process {} was unlocked, and runs",
+                args.pid
+            )),
+            Ok(_) => {}
+            Err(failure) => {
+                self.console
+                    .line(&format!("ckptstream guard: {}", failure_text(&failure)));
+                return std::process::ExitCode::from(failure.code.code());
+            }
+        }
+        std::process::ExitCode::SUCCESS
     }
 
     /// What is wrong whatever the configuration says.
@@ -287,6 +367,48 @@ impl Run<'_> {
                 .block_on(store::open(store, cancel, meter))
                 .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
             ground.runtime.block_on(images::list(&store, job))
+        })
+    }
+
+    /// One job, or every job of the store.
+    fn tidy(
+        &self,
+        overrides: &Overrides,
+        raw: &RawConfig,
+        named: Option<JobName>,
+        upkeep: impl Fn(&Session) -> Result<Upkeep, Failure>,
+    ) -> Result<Done, Failure> {
+        let of_job = |job: &JobName| {
+            let overrides = Overrides {
+                job: Some(job.to_string()),
+                ..overrides.clone()
+            };
+            Config::resolve(&overrides, raw, &Environment::read()).map_err(config_failure)
+        };
+        let jobs = match named {
+            Some(job) => vec![job],
+            None => {
+                let store = StoreConfig::resolve(overrides, raw).map_err(config_failure)?;
+                self.jobs(&store)?
+            }
+        };
+        let mut done = Vec::new();
+        for job in &jobs {
+            let tidied = self.with_session(of_job(job)?, Meter::new(), &upkeep)?;
+            done.push(tidied);
+        }
+        Ok(Done::Upkeep(UpkeepListing::new(done)))
+    }
+
+    fn jobs(&self, store: &StoreConfig) -> Result<Vec<JobName>, Failure> {
+        let signal_effect = self.args.command.signal_effect();
+        Ground::stand(signal_effect, Meter::new(), |ground| {
+            let (cancel, meter) = (ground.cancel.clone(), ground.meter.clone());
+            let store = ground
+                .runtime
+                .block_on(store::open(store, cancel, meter))
+                .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
+            ground.runtime.block_on(images::jobs(&store))
         })
     }
 
@@ -388,6 +510,16 @@ impl Run<'_> {
                 ground.meter.clone(),
                 ground.cancel.clone(),
             )?;
+            let session = Session {
+                guard: Some(PathBuf::from(OURSELVES)),
+                ..session
+            };
+            let session = match &self.args.command {
+                Command::Checkpoint(command) if command.force_abandon => {
+                    session.may_be_abandoned(&ground.again)
+                }
+                _ => session,
+            };
             let _progress = Progress::start(
                 self.mode,
                 ground.meter.clone(),
@@ -414,11 +546,13 @@ impl Ground {
             .build()
             .map_err(refused)?;
         let cancel = CancellationToken::new();
-        signals::watch(&runtime, &cancel, signal_effect).map_err(refused)?;
+        let again = CancellationToken::new();
+        signals::watch(&runtime, [&cancel, &again], signal_effect).map_err(refused)?;
         let ground = Self {
             runtime,
             meter,
             cancel,
+            again,
         };
         let result = work(&ground);
         ground.runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);

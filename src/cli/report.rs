@@ -10,6 +10,7 @@ use serde::{Serialize, Serializer};
 
 use super::bench;
 use super::images::{ImageListing, Inspection, JobListing};
+use super::tidy::{RecoveredListing, UpkeepListing};
 use super::units::{size, sizes, whole};
 use crate::bench::Report;
 use crate::error::{ExitCode, Failure, Phase, TargetState};
@@ -64,6 +65,8 @@ enum Body {
     Jobs(JobListing),
     Inspection(Box<Inspection>),
     Bench(Box<Report>),
+    Upkeep(UpkeepListing),
+    Recovered(RecoveredListing),
     Failed {},
 }
 
@@ -96,6 +99,20 @@ pub(super) enum Done {
     Inspection(Box<Inspection>),
     /// `bench`.
     Bench(Box<Report>),
+    /// `gc` and `prune`.
+    Upkeep(UpkeepListing),
+    /// `recover`.
+    Recovered(RecoveredListing),
+}
+
+impl Done {
+    /// What it means to a script. A look that was made as asked may have found what is not in order.
+    pub(super) fn code(&self) -> ExitCode {
+        match self {
+            Self::Recovered(listing) => listing.0.code(),
+            _ => ExitCode::Ok,
+        }
+    }
 }
 
 /// `{"prepare": 0.5, "lock": 0.01}`, in order.
@@ -110,7 +127,7 @@ fn by_phase<S: Serializer>(seconds: &[PhaseSeconds], serializer: S) -> Result<S:
 impl RunReport {
     /// The report of a command that did as asked.
     pub(super) fn done(command: &'static str, done: Done, elapsed_seconds: f64) -> Self {
-        let mut report = Self::empty(Some(command), ExitCode::Ok, elapsed_seconds);
+        let mut report = Self::empty(Some(command), done.code(), elapsed_seconds);
         report.body = match done {
             Done::Transfer(outcome) => {
                 report.phase = outcome.seconds.last().map(|entry| entry.phase);
@@ -143,6 +160,15 @@ impl RunReport {
                 Body::Inspection(inspection)
             }
             Done::Bench(measured) => Body::Bench(measured),
+            Done::Upkeep(listing) => {
+                report.job = listing.job();
+                Body::Upkeep(listing)
+            }
+            Done::Recovered(listing) => {
+                report.targets = listing.states();
+                report.cause = listing.left();
+                Body::Recovered(listing)
+            }
         };
         report
     }
@@ -260,6 +286,8 @@ impl RunReport {
             Body::Jobs(listing) => listing.text(),
             Body::Inspection(inspection) => inspection.text(),
             Body::Bench(measured) => bench::text(measured),
+            Body::Upkeep(listing) => listing.text(),
+            Body::Recovered(listing) => listing.text(),
             Body::Failed {} => String::new(),
         }
     }

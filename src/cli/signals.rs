@@ -9,13 +9,13 @@ use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// From now on these signals go to `cancel`. `effect` says what the first one does, for the log.
+/// From now on the first of these signals goes to `cancel`, and whatever comes after it to `again`. `effect` says what the first one does, for the log.
 ///
 /// # Errors
 /// The system refused a handler.
 pub(super) fn watch(
     runtime: &Runtime,
-    cancel: &CancellationToken,
+    [cancel, again]: [&CancellationToken; 2],
     effect: &'static str,
 ) -> io::Result<()> {
     let _inside = runtime.enter();
@@ -26,10 +26,11 @@ pub(super) fn watch(
         ("SIGHUP", SignalKind::hangup()),
     ] {
         let mut signals = signal(kind)?;
-        let cancel = cancel.clone();
+        let (cancel, again) = (cancel.clone(), again.clone());
         runtime.spawn(async move {
             while signals.recv().await.is_some() {
                 let said = if cancel.is_cancelled() {
+                    again.cancel();
                     "is noted already"
                 } else {
                     effect

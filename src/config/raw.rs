@@ -20,7 +20,7 @@ const FILE_LEN_MAX: u64 = 1024 * 1024;
 /// Every table of the file with its keys, in the order of `config.example.toml`. The file is held to this list, and a test holds this list
 /// to [`RawConfig`].
 pub const KEYS: &[(&str, &[&str])] = &[
-    ("job", &["name"]),
+    ("job", &["name", "state_dir"]),
     (
         "store",
         &[
@@ -42,7 +42,8 @@ pub const KEYS: &[(&str, &[&str])] = &[
     ("compression", &["mode", "filter"]),
     ("driver", &["mode", "lock_timeout", "gpu_map"]),
     ("restore", &["verify"]),
-    ("spill", &["path", "survives"]),
+    ("spill", &["path", "survives", "when", "on_failure"]),
+    ("retention", &["keep", "grace", "older_than"]),
 ];
 
 /// Names under which people write credentials into files. They come from the SDK's chain only.
@@ -82,6 +83,8 @@ pub struct RawConfig {
     pub restore: RawRestore,
     /// `[spill]`
     pub spill: RawSpill,
+    /// `[retention]`
+    pub retention: RawRetention,
 }
 
 /// `[job]` as written.
@@ -90,6 +93,8 @@ pub struct RawConfig {
 pub struct RawJob {
     /// The job's name.
     pub name: Option<String>,
+    /// Absolute path of a directory.
+    pub state_dir: Option<String>,
 }
 
 /// `[store]` as written. Sizes and times are text with a unit.
@@ -195,6 +200,22 @@ pub struct RawSpill {
     pub path: Option<String>,
     /// `process` or `node`.
     pub survives: Option<String>,
+    /// `failure` or `always`.
+    pub when: Option<String>,
+    /// `auto`, `spill`, `give-back`, `hold` or `abandon`.
+    pub on_failure: Option<String>,
+}
+
+/// `[retention]` as written.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RawRetention {
+    /// Count.
+    pub keep: Option<i64>,
+    /// Time.
+    pub grace: Option<String>,
+    /// Time.
+    pub older_than: Option<String>,
 }
 
 impl RawConfig {

@@ -162,6 +162,19 @@ impl RunningProcess {
 }
 
 impl LockedProcess {
+    /// Takes a locked process in hand that somebody else locked, who is gone. Dropping it does not unlock.
+    ///
+    /// # Errors
+    /// [`DriverError::WrongState`] when it is not LOCKED; whatever [`Driver::state`] answers.
+    pub fn attach(driver: &Arc<Driver>, pid: u32) -> Result<Self, DriverError> {
+        expect_state(driver, pid, ProcessState::Locked)?;
+        Ok(Self {
+            driver: Arc::clone(driver),
+            pid,
+            guard: false,
+        })
+    }
+
     /// BEGIN: the driver maps the target's GPU memory into this process. There is no way back from its success but through
     /// [`CheckpointingProcess::complete`]. The roll-back guard is off from the moment the driver is asked.
     ///

@@ -1,10 +1,11 @@
 //! An image read without a GPU: verified whole, or printed; and what a restore needs of the same.
 //!
 //! In: an image of the job. Out: the certainty that every chunk is what was saved, or its raw bytes in order. What can fail: there is no image (6), the store cannot be
-//! reached (3), a byte is not what was saved (20). Nothing is changed anywhere.
+//! reached (3), a byte is not what was saved (20). Nothing is changed anywhere, but that an image that was read back is marked so.
 
 use std::io::Write;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
@@ -14,7 +15,7 @@ use crate::driver::{BufferPool, Driver, DriverError, GpuUuid};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::job_log::JobLog;
-use crate::manifest::{ExtentRecord, FrameTable};
+use crate::manifest::{ExtentRecord, FrameTable, read_back_key};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
@@ -25,6 +26,10 @@ use crate::progress::LaneMeter;
 use crate::sealed::{Sealed, SealedError};
 use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
+use crate::writer::{now_ms, tool};
+
+/// The verdict does not wait for longer.
+const MARK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reads every chunk of an image and compares its digest. Needs no GPU.
 ///
@@ -40,12 +45,31 @@ pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
         let cause = NewerIsDamaged { image, skipped };
         return Err(Failure::new(ExitCode::RestoreRefused, Phase::Read, cause));
     }
+    mark_read_back(session, &image);
     Ok(Outcome {
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
         memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
         ..outcome_of(session, &image, Vec::new(), clock.finish())
     })
+}
+
+/// Says in the store that the image was read back, which keeps one such image from being pruned. Who may not write there verifies all the same.
+fn mark_read_back(session: &Session, image: &Image) {
+    let marked = session.wait(async {
+        let key = Key::of_job(&session.config.job, &read_back_key(&image.attempt));
+        let key = key.map_err(|error| error.to_string())?;
+        let mark = serde_json::json!({"format": 1, "tool": tool(), "at_ms": now_ms()});
+        let put = session.store.put_if_absent(&key, mark.to_string().into());
+        match tokio::time::timeout(MARK_TIMEOUT, put).await {
+            Ok(Ok(_created_or_there)) => Ok(()),
+            Ok(Err(error)) => Err(crate::error::one_line(&error)),
+            Err(_elapsed) => Err(format!("no answer within {MARK_TIMEOUT:?}")),
+        }
+    });
+    if let Err(why) = marked {
+        tracing::info!("it is not noted in the store that the image was read back: {why}");
+    }
 }
 
 /// Writes the raw extent of one GPU, verified chunk by chunk, in order. `gpu` may be left out when the image has one extent. Needs no GPU.
@@ -139,8 +163,8 @@ pub(super) fn open_image(
 }
 
 /// A save in the spill that is newer than every image of the job, or that cannot be ruled out.
-fn sealed_save(session: &Session) -> Option<SealedSave> {
-    let config = session.config.spill.as_ref()?;
+pub(super) fn sealed_save(session: &Session) -> Option<SealedSave> {
+    let config = session.config.spill.place.as_ref()?;
     let job = &session.config.job;
     let path = config.path.display().to_string();
     let found = session.wait(async {

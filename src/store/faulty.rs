@@ -234,6 +234,19 @@ impl Store for Faulty {
         .boxed()
     }
 
+    fn abort_uploads_under<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> BoxFuture<'a, Result<u64, StoreError>> {
+        self.call(
+            "abort_uploads_under",
+            listing_name(prefix),
+            self.inner.abort_uploads_under(prefix),
+            Err,
+        )
+        .boxed()
+    }
+
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
         self.call("delete", key.as_str(), self.inner.delete(key), Err)
             .boxed()

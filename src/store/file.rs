@@ -21,11 +21,14 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
-use rustix::fs::{Advice, FallocateFlags, FlockOperation, fadvise, fallocate, flock, fstatvfs};
+use rustix::fs::{
+    Advice, FallocateFlags, FlockOperation, Timespec, Timestamps, UTIME_NOW, fadvise, fallocate,
+    flock, fstatvfs, futimens,
+};
 use rustix::process::{Resource, getrlimit};
 
 use super::{
@@ -47,6 +50,9 @@ const READ_LEN: usize = 1 << 20;
 
 /// Names of files that are there to be locked end so.
 const LOCK_ENDING: &str = ".lock";
+
+/// File whose time is set to now, to learn what time it is.
+const CLOCK: &str = ".clock.lock";
 
 /// Age from which a file that is not locked was left by the dead.
 const SWEEP_AGE: Duration = Duration::from_secs(60);
@@ -259,6 +265,27 @@ impl FileStore {
 }
 
 impl Disk {
+    /// The time by the clock that gives files their times, which may be a file server's.
+    fn clock(&self) -> io::Result<SystemTime> {
+        let path = self.root.join(UPLOADS).join(CLOCK);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(FILE_MODE)
+            .open(path)?;
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_NOW,
+        };
+        let times = Timestamps {
+            last_access: now,
+            last_modification: now,
+        };
+        futimens(&file, &times)?;
+        file.metadata()?.modified()
+    }
+
     fn uploads(&self) -> MutexGuard<'_, HashMap<UploadId, Upload>> {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -658,8 +685,11 @@ impl Store for FileStore {
                     len: metadata.len(),
                     etag: Some(tag(&metadata)),
                     crc64: None,
-                    // A file server's clock is not ours.
-                    age: None,
+                    age: disk
+                        .clock()
+                        .ok()
+                        .zip(metadata.modified().ok())
+                        .and_then(|(now, then)| now.duration_since(then).ok()),
                 })),
             }
         })
@@ -704,6 +734,30 @@ impl Store for FileStore {
                 Ok(names)
             },
         )
+        .boxed()
+    }
+
+    fn abort_uploads_under<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> BoxFuture<'a, Result<u64, StoreError>> {
+        // A file of an upload does not say of which key it is, so those of other processes are swept once they are dead, whatever they were for.
+        async move {
+            self.sweep().await?;
+            let own: Vec<(UploadId, Key)> = {
+                let uploads = self.disk.uploads();
+                let under = uploads
+                    .iter()
+                    .filter(|(_, open)| open.key.as_str().starts_with(prefix));
+                under
+                    .map(|(upload, open)| (upload.clone(), open.key.clone()))
+                    .collect()
+            };
+            for (upload, key) in &own {
+                self.abort_upload(key, upload).await?;
+            }
+            Ok(own.len() as u64)
+        }
         .boxed()
     }
 

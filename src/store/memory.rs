@@ -375,6 +375,21 @@ impl Store for MemoryStore {
         .boxed()
     }
 
+    fn abort_uploads_under<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> BoxFuture<'a, Result<u64, StoreError>> {
+        async move {
+            let mut state = self.lock();
+            let before = state.uploads.len();
+            state
+                .uploads
+                .retain(|_, upload| !upload.key.as_str().starts_with(prefix));
+            Ok((before - state.uploads.len()) as u64)
+        }
+        .boxed()
+    }
+
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
         async move {
             self.lock().objects.remove(key);

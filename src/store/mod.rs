@@ -444,7 +444,7 @@ async fn read_slice<S: Store + ?Sized>(
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
 /// have taken effect, exactly like [`StoreError::Transient`].
 ///
-/// [`Store::list`] and [`Store::delete`] are for clean-up (`gc`, `prune`, the spill); nothing else lists objects or deletes any.
+/// [`Store::list`], [`Store::abort_uploads_under`] and [`Store::delete`] are for clean-up (`gc`, `prune`, the spill); nothing else lists objects or deletes any.
 ///
 /// ```
 /// use bytes::Bytes;
@@ -538,6 +538,10 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Names directly under `prefix` (which ends in `/` or is empty), up to the next `/`, in order: the jobs of a store.
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>>;
+
+    /// Gives up every upload under a prefix that ends in `/`, whoever began it. How many there were. For clean-up.
+    fn abort_uploads_under<'a>(&'a self, prefix: &'a str)
+    -> BoxFuture<'a, Result<u64, StoreError>>;
 
     /// Deletes an object. One that is not there is a success.
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>>;

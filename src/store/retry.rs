@@ -15,7 +15,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -78,6 +78,8 @@ pub struct Retrying<S: ?Sized> {
     meter: Arc<Meter>,
     /// When somebody was last told that requests are being tried again.
     told_at: Mutex<Option<Instant>>,
+    /// See [`Retrying::hold`].
+    holds: AtomicBool,
     inner: Arc<S>,
 }
 
@@ -104,6 +106,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             cancel,
             meter,
             told_at: Mutex::new(None),
+            holds: AtomicBool::new(false),
             inner,
         }
     }
@@ -111,6 +114,16 @@ impl<S: Store + ?Sized> Retrying<S> {
     /// The store that is made patient.
     pub fn inner(&self) -> &S {
         &self.inner
+    }
+
+    /// The same, to be shared.
+    pub fn shared(&self) -> Arc<S> {
+        Arc::clone(&self.inner)
+    }
+
+    /// From now on `store.retry_timeout` ends nothing, and a refusal is tried again too: somebody may lift it. The deadline and the caller still end every call.
+    pub fn hold(&self) {
+        self.holds.store(true, Ordering::Relaxed);
     }
 
     /// From now on every call ends at `deadline` at the latest, calls under way included.
@@ -126,6 +139,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             cancel,
             meter: Arc::clone(&self.meter),
             told_at: Mutex::new(None),
+            holds: AtomicBool::new(self.holds.load(Ordering::Relaxed)),
             inner: Arc::clone(&self.inner),
         }
     }
@@ -137,6 +151,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             cancel: &self.cancel,
             meter: &self.meter,
             told_at: &self.told_at,
+            holds: &self.holds,
             operation,
             key,
             started: Instant::now(),
@@ -206,7 +221,9 @@ impl<S: Store + ?Sized> Retrying<S> {
                 Err(error) => error,
             };
             if !error.is_retryable() && !error.is_not_found() {
-                return Err(attempts.end(error));
+                // Held, it is tried again.
+                attempts.pause(error).await?;
+                continue;
             }
             // Look at once, before the pause: the budget may be spent, and an object that landed must not be reported lost.
             let seen = loop {
@@ -271,6 +288,7 @@ struct Attempts<'a> {
     cancel: &'a CancellationToken,
     meter: &'a Meter,
     told_at: &'a Mutex<Option<Instant>>,
+    holds: &'a AtomicBool,
     operation: &'static str,
     key: &'a str,
     started: Instant,
@@ -321,14 +339,20 @@ impl Attempts<'_> {
 
     /// Waits before the next attempt, or says why there is none.
     async fn pause(&mut self, error: StoreError) -> Result<(), StoreError> {
-        if !error.is_retryable() {
+        let holds = self.holds.load(Ordering::Relaxed);
+        let may_be_lifted = holds && matches!(error, StoreError::Refused { .. });
+        if !error.is_retryable() && !may_be_lifted {
             return Err(self.end(error));
         }
         let pause = self.policy.pause(self.count);
-        if self.failing_for() + pause >= self.policy.timeout {
-            return Err(self.gave_up(RetryLimit::Timeout(self.policy.timeout), error));
+        if holds {
+            return self.wait(pause, None, error).await;
         }
-        self.wait(pause, self.policy.timeout, error).await
+        let limit = self.policy.timeout;
+        if self.failing_for() + pause >= limit {
+            return Err(self.gave_up(RetryLimit::Timeout(limit), error));
+        }
+        self.wait(pause, Some(limit), error).await
     }
 
     /// Waits for an object that must be there; `error` says what was seen instead.
@@ -337,13 +361,14 @@ impl Attempts<'_> {
         if self.failing_for() + pause >= self.policy.absence_patience {
             return Err(error);
         }
-        self.wait(pause, self.policy.absence_patience, error).await
+        let limit = self.policy.absence_patience;
+        self.wait(pause, Some(limit), error).await
     }
 
     async fn wait(
         &mut self,
         pause: Duration,
-        limit: Duration,
+        limit: Option<Duration>,
         error: StoreError,
     ) -> Result<(), StoreError> {
         let deadline = *self.deadline.borrow();
@@ -371,7 +396,7 @@ impl Attempts<'_> {
 
     /// Every failed attempt is worth a line to whoever looks closely. One that has been failing for a while is worth one to everybody, now and then for all
     /// requests together: silence for as long as `store.retry_timeout` looks like a hang.
-    fn tell(&self, pause: Duration, limit: Duration, error: &StoreError) {
+    fn tell(&self, pause: Duration, limit: Option<Duration>, error: &StoreError) {
         let chain = crate::error::one_line(error);
         tracing::debug!(attempt = self.count, ?pause, "trying again: {chain}");
         if self.failing_for() < TELL_AFTER {
@@ -380,7 +405,14 @@ impl Attempts<'_> {
         let mut told_at = self.told_at.lock().unwrap_or_else(PoisonError::into_inner);
         if told_at.is_none_or(|at| at.elapsed() >= TELL_EVERY) {
             *told_at = Some(Instant::now());
-            tracing::warn!("{chain}; trying again, up to {limit:?} in all (store.retry_timeout)");
+            match limit {
+                Some(limit) => tracing::warn!(
+                    "{chain}; trying again, up to {limit:?} in all (store.retry_timeout)"
+                ),
+                None => tracing::warn!(
+                    "{chain}; the target is held, and nothing is lost, while this is tried again (spill.on_failure)"
+                ),
+            }
         }
     }
 
@@ -549,6 +581,16 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
         self.again("ListObjectsV2", listing_name(prefix), || {
             self.inner.list_dirs(prefix)
+        })
+        .boxed()
+    }
+
+    fn abort_uploads_under<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> BoxFuture<'a, Result<u64, StoreError>> {
+        self.again("ListMultipartUploads", listing_name(prefix), || {
+            self.inner.abort_uploads_under(prefix)
         })
         .boxed()
     }

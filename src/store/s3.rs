@@ -14,6 +14,7 @@ mod interceptors;
 mod payload;
 mod transport;
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -689,6 +690,48 @@ impl S3Store {
         Ok(names)
     }
 
+    /// Lists and aborts until there is nothing to list. What is aborted is gone from the listing, so every round starts at its beginning.
+    async fn abort_under(&self, prefix: &str) -> Result<u64, StoreError> {
+        const OPERATION: &str = "ListMultipartUploads";
+        let full = format!("{}{prefix}", self.prefix);
+        let mut aborted = HashSet::new();
+        loop {
+            let request = self
+                .client
+                .list_multipart_uploads()
+                .bucket(&self.bucket)
+                .prefix(&full)
+                .send();
+            let page = self
+                .request(
+                    OPERATION,
+                    listing_name(prefix),
+                    self.request_timeout,
+                    request.boxed(),
+                )
+                .await?;
+            let before = aborted.len();
+            for open in page.uploads() {
+                let key = open.key().and_then(|key| key.strip_prefix(&self.prefix));
+                // Some stores list more than the prefix that was asked for.
+                let key = key.filter(|key| key.starts_with(prefix));
+                let key = key.and_then(|key| Key::new(key).ok());
+                let (Some(key), Some(upload)) = (key, open.upload_id()) else {
+                    continue;
+                };
+                let upload = UploadId(upload.to_owned());
+                if aborted.contains(&upload) {
+                    continue;
+                }
+                self.abort(&key, &upload).await?;
+                aborted.insert(upload);
+            }
+            if aborted.len() == before {
+                return Ok(aborted.len() as u64);
+            }
+        }
+    }
+
     async fn remove(&self, key: &Key) -> Result<(), StoreError> {
         let request = self
             .client
@@ -815,6 +858,13 @@ impl Store for S3Store {
 
     fn list_dirs<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<String>, StoreError>> {
         self.directories(prefix).boxed()
+    }
+
+    fn abort_uploads_under<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> BoxFuture<'a, Result<u64, StoreError>> {
+        self.abort_under(prefix).boxed()
     }
 
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {

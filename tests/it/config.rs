@@ -182,7 +182,7 @@ fn flags_override_the_file() {
         endpoint: Some("https://store.example:9000/".to_owned()),
         region: Some("eu-central-1".to_owned()),
         deadline: Some("90s".to_owned()),
-        gpu_map: Vec::new(),
+        ..Overrides::default()
     };
     let config = resolve(EXAMPLE, &overrides).expect("valid");
     assert_eq!(config.job.as_str(), "other");

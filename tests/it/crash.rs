@@ -107,7 +107,11 @@ impl Ground {
         let cli = self.scene.saver(job, "").cli;
         cli.ok("verify");
         let mut fresh = self.scene.fresh();
-        cli.ok(&format!("restore --pid {} --into-fresh", fresh.pid()));
+        // A copy beside the job: what is sealed elsewhere may still become its newest image.
+        cli.ok(&format!(
+            "restore --pid {} --into-fresh --read-only",
+            fresh.pid()
+        ));
         fresh.wait_for("step ");
         self.must_have_computed_rightly(fresh);
         images.len()
@@ -183,7 +187,10 @@ fn save(ground: &Ground, death: Death) {
     let count = ground.must_be_sound(&job, death);
     let is_entered = stage_of(death) == "complete" || death.point == "commit:entered";
     assert_eq!(count, 1 + usize::from(is_entered), "{death:?}: {run:?}");
-    if stage_of(death) == "prepare" {
+    if death.is_kill() {
+        must_be_recovered(ground, &job, death, is_entered, &target);
+    }
+    if stage_of(death) == "prepare" || death.is_kill() && stage_of(death) == "lock" {
         ground.scene.must_compute_on(&mut target);
         ground.must_have_computed_rightly(target);
     } else if !death.is_kill() {
@@ -203,6 +210,31 @@ fn save(ground: &Ground, death: Death) {
             Some(state) => assert_eq!(ground.scene.state_of(&target), state, "{death:?}"),
             None => panic!("{death:?}: nothing is said of the target: {run:?}"),
         }
+    }
+}
+
+/// What `recover` says of a saver that was killed, and what it puts in order.
+fn must_be_recovered(ground: &Ground, job: &str, death: Death, is_entered: bool, target: &Target) {
+    let (code, next) = match (stage_of(death), is_entered) {
+        ("prepare" | "lock", _) => (0, "none"),
+        ("complete", _) => (14, "restore"),
+        (_, true) => (14, "end-process"),
+        (_, false) => (12, "human"),
+    };
+    let recover = format!("recover --pid {}", target.pid());
+    let run = ground.saver(job).cli.run(&recover);
+    assert_eq!(run.code, code, "{death:?}: {run:?}");
+    let rows = run.report["recovered"].as_array().expect("rows").clone();
+    // A saver that had not come to its journal has left none.
+    if let [row] = rows.as_slice() {
+        assert_eq!(row["next"], next, "{death:?}: {run:?}");
+        assert_eq!(row["state"], run.report["targets"][0]["state"]);
+    } else {
+        assert!(rows.is_empty() && code == 0, "{death:?}: {run:?}");
+    }
+    if code == 0 {
+        let again = ground.saver(job).cli.ok(&recover);
+        assert_eq!(again["recovered"], json!([]), "{death:?}: it is settled");
     }
 }
 
@@ -307,7 +339,26 @@ fn restore(ground: &Ground, death: Death) {
     let args = format!("restore --pid {} --into-fresh", fresh.pid());
     let run = ground.dies(&job, death, &args);
     assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
-    if !death.is_kill() {
+    if death.is_kill() {
+        let is_unlocked = matches!(death.point, "restore:completed" | "restore:unlocked");
+        if is_unlocked {
+            // With its memory in place it is let go by the guard.
+            fresh.wait_for("step ");
+        }
+        let expected = match death.point {
+            _ if is_unlocked => 0,
+            "restore:begun" | "restore:chunk copied" | "restore:all copied" => 21,
+            _ => 20,
+        };
+        let recover = format!("recover --pid {}", fresh.pid());
+        let recovered = ground.saver(&job).cli.run(&recover);
+        assert_eq!(recovered.code, expected, "{death:?}: {recovered:?}");
+        if expected == 21 {
+            let ended = ground.saver(&job).cli.run(&format!("{recover} --end"));
+            assert_eq!(ended.report["recovered"][0]["done"], "ended", "{ended:?}");
+            assert_eq!(told(&ended), Some("gone"));
+        }
+    } else {
         assert!([20, 21].contains(&run.code), "{death:?}: {run:?}");
         if run.code == 20 {
             // Nothing was done to it: it can have the image still.

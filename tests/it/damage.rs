@@ -22,7 +22,7 @@ struct Files {
     files: BTreeMap<String, Bytes>,
 }
 
-const ENTRY: &str = "log/00000002.json";
+const ENTRY: &str = "log/00000006.json";
 
 impl Files {
     async fn read(store: &S3Store) -> Self {
@@ -229,7 +229,7 @@ impl Two {
             // The older one verifies; that is no success.
             let run = saver.cli.run("verify");
             assert_eq!(run.code, 20, "{name}: {run:?}");
-            let older = ["image 00000001 verifies", "00000002: "];
+            let older = ["image 00000003 verifies", "00000006: "];
             for part in older.iter().chain(*parts) {
                 assert!(run.stderr.contains(part), "{name}: no {part:?} in {run:?}");
             }
@@ -249,7 +249,7 @@ impl Two {
             let pid = fresh.pid();
             let run = saver
                 .cli
-                .run(&format!("restore --pid {pid} --into-fresh --image 2"));
+                .run(&format!("restore --pid {pid} --into-fresh --image 6"));
             assert!([20, 21].contains(&run.code), "{name}: {run:?}");
             assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0, "{name}");
             self.whole.write_over(&self.store, &damaged).await;
@@ -267,15 +267,15 @@ impl Two {
     fn must_be_refused(&self, name: &str, saver: &Saver, parts: &[&str]) {
         let run = self.verify_in_little_memory(saver);
         assert_failed(name, &run, 20, "read", parts);
-        let run = self.restore(saver, "2");
+        let run = self.restore(saver, "6");
         assert_failed(name, &run, 20, "read", parts);
         assert_eq!(saver.calls("cuCheckpointProcessRestore"), 0, "{name}");
         assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0, "{name}");
     }
 
-    /// `verify --image 2` with an address space that a length out of the image cannot be allocated in.
+    /// `verify --image 6` with an address space that a length out of the image cannot be allocated in.
     fn verify_in_little_memory(&self, saver: &Saver) -> Run {
-        let command = saver.cli.command("verify --image 2 --json");
+        let command = saver.cli.command("verify --image 6 --json");
         let mut shell = std::process::Command::new("sh");
         shell.args(["-c", "ulimit -v 1500000 && exec \"$0\" \"$@\""]);
         shell.arg(command.get_program()).args(command.get_args());
@@ -294,7 +294,7 @@ impl Two {
     fn must_be_whole_again(&self) {
         let saver = self.saver();
         assert_eq!(self.scene.state_of(&self.fresh), "checkpointed");
-        assert_eq!(saver.cli.ok("verify")["image"], "00000002");
+        assert_eq!(saver.cli.ok("verify")["image"], "00000006");
     }
 }
 
@@ -464,10 +464,10 @@ async fn a_damaged_manifest_or_log_entry_is_passed_over() {
     let run = two.restore(&two.saver(), "latest");
     assert_eq!(
         (run.code, &run.report["image"]),
-        (0, &json!("00000001")),
+        (0, &json!("00000003")),
         "{run:?}"
     );
-    assert!(run.stderr.contains("skipped image 00000002: "), "{run:?}");
+    assert!(run.stderr.contains("skipped image 00000006: "), "{run:?}");
     assert!(run.stderr.contains("manifest.json has digest"), "{run:?}");
     let Two {
         scene,
@@ -963,9 +963,9 @@ async fn bytes_that_rot_under_the_store_are_found_by_reading() {
         }]);
         two.scene.server.set_rules(&rules);
         let saver = two.saver();
-        let run = saver.cli.run("verify --image 2");
+        let run = saver.cli.run("verify --image 6");
         assert_failed("rot", &run, 20, "read", &[".zst"]);
-        let run = two.restore(&saver, "2");
+        let run = two.restore(&saver, "6");
         assert_failed("rot", &run, 20, "read", &[".zst"]);
         assert!(
             cause(&run).contains("damaged") || cause(&run).contains("seek table"),
@@ -988,7 +988,7 @@ async fn a_log_with_a_gap_proves_nothing() {
         .await
         .expect("deleted");
     let saver = two.saver();
-    for command in ["list", "verify", "verify --image 2"] {
+    for command in ["list", "verify", "verify --image 6"] {
         let run = saver.cli.run(command);
         assert_eq!(run.code, 20, "{command}: {run:?}");
         assert!(

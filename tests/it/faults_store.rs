@@ -20,13 +20,15 @@ struct Site {
 
 const CLAIM: Site = site("PutObject", "attempt.json", "prepare");
 const LOG: Site = site("GetObject", "/log/", "prepare");
+const OPEN: Site = site("PutObject", "/log/00000001", "prepare");
+const ANNOUNCE: Site = site("PutObject", "/log/00000002", "prepare");
 const CREATE: Site = site("CreateMultipartUpload", ".zst", "prepare");
 const PART: Site = site("UploadPart", ".zst", "stream");
 const COMPLETE: Site = site("CompleteMultipartUpload", ".zst", "land");
 const HEAD: Site = site("HeadObject", ".zst", "land");
 const TABLE: Site = site("PutObject", ".frames.json", "commit");
 const MANIFEST: Site = site("PutObject", "manifest.json", "commit");
-const COMMIT: Site = site("PutObject", "/log/", "commit");
+const COMMIT: Site = site("PutObject", "/log/00000003", "commit");
 
 const fn site(op: &'static str, key: &'static str, phase: &'static str) -> Site {
     Site { op, key, phase }
@@ -133,7 +135,7 @@ fn must_be_saved(what: &str, scene: &Scene, target: Target, run: &Run) {
 fn a_fault_that_passes_costs_nothing_but_time() {
     let mut cases = Vec::new();
     for site in [
-        CLAIM, LOG, CREATE, PART, COMPLETE, HEAD, TABLE, MANIFEST, COMMIT,
+        CLAIM, LOG, OPEN, ANNOUNCE, CREATE, PART, COMPLETE, HEAD, TABLE, MANIFEST, COMMIT,
     ] {
         cases.extend(PASSING.map(|fault| (site, fault)));
     }
@@ -288,7 +290,7 @@ fn an_answer_that_never_comes_is_settled_by_a_look() {
 #[test]
 fn a_slot_that_is_said_to_be_taken_is_looked_at() {
     let taken = json!({
-        "op": "PutObject", "key_contains": "/log/", "nth": 1, "action": {"status": 412, "code": "PreconditionFailed"},
+        "op": "PutObject", "key_contains": "/log/00000003", "nth": 1, "action": {"status": 412, "code": "PreconditionFailed"},
     });
     // Said to be taken, and it is empty; or it cannot be read.
     let unreadable = json!({"op": "GetObject", "key_contains": "/log/", "from": 5, "action": {"status": 500, "code": "InternalError"}});
@@ -372,7 +374,8 @@ async fn another_writers_entry_is_passed_or_obeyed() {
         "manifest_len": 1000, "manifest_digest": "00000000000000000000000000000001", "kind": "gpu", "raw_len": 1, "stored_len": 1,
         "created_ms": 1, "tool": "another",
     });
-    let saving = json!({"format": 1, "entry": "saving", "writer": theirs, "attempt": theirs, "seconds": 60, "spill": null});
+    let saving = json!({"format": 1, "entry": "saving", "writer": theirs, "attempt": theirs, "seconds": 60, "spill": null,
+        "by": {"host": "elsewhere", "boot_id": "another", "pid_namespace": 1, "pid": 2, "start_time": 3}});
     for (entry, code) in [
         (image, 0),
         (saving, 0),
@@ -406,16 +409,16 @@ async fn another_writers_entry_is_passed_or_obeyed() {
             assert_eq!(attempts.len(), 1);
             entry["attempt"] = attempts[0].clone().into();
         }
-        put_entry(&store, 1, &entry).await;
+        put_entry(&store, 3, &entry).await;
         let run = running.wait();
         assert_eq!(run.code, code, "{what}: {run:?}");
         if code == 0 {
-            assert_eq!(run.report["generation"], 2, "{what}");
-            scene.saver("job", "").cli.ok("verify --image 2");
-            scene
-                .saver("job", "")
-                .cli
-                .ok(&format!("restore --pid {} --image 2", target.pid()));
+            assert_eq!(run.report["generation"], 4, "{what}");
+            scene.saver("job", "").cli.ok("verify --image 4");
+            scene.saver("job", "").cli.ok(&format!(
+                "restore --pid {} --image 4 --take-over",
+                target.pid()
+            ));
             scene.must_compute_on(&mut target);
         } else {
             assert_failed(&what, &run, 15, "commit", &["fenced"]);
@@ -427,23 +430,45 @@ async fn another_writers_entry_is_passed_or_obeyed() {
 }
 
 #[test]
-fn two_writers_get_a_slot_each() {
+fn a_writer_waits_for_the_one_before_it() {
     let scene = Scene::new(&[]);
     let (slow, quick) = (scene.target(), scene.target());
     let saver = scene.saver("job", "d2h=4MiB");
     let running = Watched::start(&saver.cli, &format!("checkpoint --pid {}", slow.pid()));
     running.until_phase("stream");
-    let first = scene
-        .saver("job", "")
-        .cli
-        .ok(&format!("checkpoint --pid {}", quick.pid()));
-    assert_eq!(first["generation"], 1);
-    let second = running.wait();
-    assert_eq!((second.code, &second.report["generation"]), (0, &json!(2)));
-    assert_eq!(scene.images("job"), [2, 1]);
     let cli = scene.saver("job", "").cli;
-    cli.ok("verify --image 1");
-    cli.ok("verify --image 2");
+    let refused = cli.run(&format!("checkpoint --pid {} --no-wait", quick.pid()));
+    assert_failed(
+        "busy",
+        &refused,
+        4,
+        "prepare",
+        &["is under way", "--take-over"],
+    );
+    cli.ok(&format!("checkpoint --pid {}", quick.pid()));
+    let first = running.wait();
+    assert_eq!(first.code, 0, "{first:?}");
+    let generations = scene.generations("job");
+    assert_eq!(generations.len(), 2);
+    assert_eq!(first.report["generation"], generations[1], "it came first");
+    cli.ok("verify");
+}
+
+#[test]
+fn who_takes_the_job_over_fences_whoever_saves_it() {
+    let scene = Scene::new(&[]);
+    let (slow, quick) = (scene.target(), scene.target());
+    let saver = scene.saver("job", "d2h=4MiB");
+    let running = Watched::start(&saver.cli, &format!("checkpoint --pid {}", slow.pid()));
+    running.until_phase("stream");
+    let cli = scene.saver("job", "").cli;
+    cli.ok(&format!("checkpoint --pid {} --take-over", quick.pid()));
+    let fenced = running.wait();
+    assert_failed("fenced", &fenced, 15, "commit", &["opened the job"]);
+    assert_eq!(told(&fenced), Some(scene.state_of(&slow).as_str()));
+    assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0);
+    assert_eq!(scene.images("job"), [1]);
+    cli.ok("verify");
 }
 
 #[test]

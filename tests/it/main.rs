@@ -10,6 +10,8 @@ mod config;
 mod crash;
 /// Images that are not what was saved.
 mod damage;
+/// What becomes of a target when the store fails after BEGIN.
+mod fallback;
 /// Driver calls that fail.
 mod faults_driver;
 /// Requests to the store that fail.
@@ -36,3 +38,5 @@ mod support;
 mod tidy;
 /// The timeline of a run.
 mod timeline;
+/// Attempts that came to nothing, and images that are old.
+mod upkeep;

@@ -87,7 +87,8 @@ fn check_save(records: &Records) -> Verdict {
     let entry: Vec<&Request> = records
         .requests_of("PutObject", ".json")
         .into_iter()
-        .filter(|put| put.key.contains("/log/"))
+        // The writer announces itself before the lock.
+        .filter(|put| put.key.contains("/log/") && put.start >= begun.end)
         .collect();
 
     let keys: BTreeSet<&str> = parts.iter().map(|part| part.key.as_str()).collect();
@@ -186,10 +187,17 @@ fn check_restore(records: &Records) -> Verdict {
         read.is_some_and(|read| read <= begun.start),
         "the driver was asked before the manifest was read"
     );
-    let writes = records
-        .requests
-        .iter()
-        .find(|request| !["GetObject", "HeadObject"].contains(&request.op.as_str()));
+    // It opens the job and pins the image before the driver is asked, and removes the pin.
+    let is_allowed = |request: &&Request| match request.op.as_str() {
+        "GetObject" | "HeadObject" => true,
+        "PutObject" => {
+            let is_its_own = request.key.contains("/log/") || request.key.contains("/pins/");
+            is_its_own && request.is_conditional && request.end <= begun.start
+        }
+        "DeleteObject" => request.key.contains("/pins/"),
+        _ => false,
+    };
+    let writes = records.requests.iter().find(|request| !is_allowed(request));
     demand!(writes.is_none(), "a restore that writes: {writes:?}");
     Ok(())
 }
@@ -455,7 +463,9 @@ fn a_good_save() -> Records {
     }
     records.requests.extend([
         request("PutObject", "j/data/n/manifest.json", 600, 610),
-        request("PutObject", "j/log/00000001.json", 700, 710),
+        request("PutObject", "j/log/00000001.json", 10, 20),
+        request("PutObject", "j/log/00000002.json", 30, 40),
+        request("PutObject", "j/log/00000003.json", 700, 710),
     ]);
     records
 }
@@ -497,7 +507,7 @@ fn the_rules_refuse_a_wrong_order() {
     });
     refuses(
         "the image entry was asked for before the manifest",
-        before("PutObject", "/00000001.json", 605),
+        before("PutObject", "/00000003.json", 605),
     );
     refuses(
         "the manifest was asked for before a frame table",
@@ -535,7 +545,7 @@ fn the_rules_refuse_a_save_that_lacks_something() {
     refuses("not every object was looked at", without("HeadObject", ""));
     refuses("1 frame tables", without("PutObject", ".frames.json"));
     refuses("0 manifests", without("PutObject", "/manifest.json"));
-    refuses("0 log entries", without("PutObject", "/00000001.json"));
+    refuses("0 log entries", without("PutObject", "/00000003.json"));
     refuses("2 extents went into 1 objects", without("UploadPart", ""));
     refuses(
         "cuCheckpointOperationComplete was not called once",
@@ -556,7 +566,7 @@ fn the_rules_refuse_a_save_that_lacks_something() {
         find(records, "HeadObject", "").status = 404;
     });
     refuses("may overwrite", |records| {
-        find(records, "PutObject", "/00000001.json").is_conditional = false;
+        find(records, "PutObject", "/00000003.json").is_conditional = false;
     });
 }
 

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::support::scene::{Scene, cause, until};
+use super::support::scene::{Scene, assert_failed, cause, until};
 use super::support::{Ckptstream, Node, S3Server, Target};
 
 #[test]
@@ -17,21 +17,21 @@ fn an_older_image_does_not_go_under_newer_host_memory() {
     cli.ok(&format!("checkpoint --pid {pid}"));
 
     let saver = scene.saver("job", "");
-    let run = saver.cli.run(&format!("restore --pid {pid} --image 1"));
+    let run = saver.cli.run(&format!("restore --pid {pid} --image 3"));
     assert_eq!(run.code, 20, "{run:?}");
     let cause = cause(&run);
     assert!(
-        cause.contains("00000001") && cause.contains("00000002"),
+        cause.contains("00000003") && cause.contains("00000006"),
         "{cause}"
     );
     assert_eq!(saver.calls("cuCheckpointProcessRestore"), 0);
     // The newest is another matter, and so is a process that has no memory of its own yet.
-    cli.ok(&format!("restore --pid {pid} --image 2"));
+    cli.ok(&format!("restore --pid {pid} --image 6"));
     scene.must_compute_on(&mut target);
     scene.must_have_computed_rightly(target);
     let mut fresh = scene.fresh();
     cli.ok(&format!(
-        "restore --pid {} --image 1 --into-fresh",
+        "restore --pid {} --image 3 --into-fresh",
         fresh.pid()
     ));
     scene.must_compute_on(&mut fresh);
@@ -47,7 +47,13 @@ fn a_target_that_another_saver_took_is_theirs_and_saved() {
     let late = scene.saver("job", "fault=cuCheckpointProcessLock#1=stall:4000");
     let slow = late.cli.spawn(&checkpoint);
     until(|| late.calls("cuEventCreate") > 0);
-    scene.saver("job", "").cli.ok(&checkpoint);
+    let elsewhere = tempfile::TempDir::new().expect("a temporary folder");
+    let refused = scene.saver("job", "").cli.run(&checkpoint);
+    assert_failed("held", &refused, 4, "prepare", &["is at work on process"]);
+    // One that does not know of the other: the driver itself keeps them apart.
+    let state_dir = format!("[job]\nstate_dir = \"{}\"\n", elsewhere.path().display());
+    let stranger = scene.saver_with("job", "", &state_dir);
+    stranger.cli.ok(&format!("{checkpoint} --take-over"));
     let run = slow.wait();
     assert_eq!(run.code, 7, "{run:?}");
     assert_eq!(run.report["targets"][0]["state"], "checkpointed");

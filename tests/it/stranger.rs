@@ -151,7 +151,16 @@ print(json.dumps(objects))
         .filter(|key| !key.contains("/gpu-"))
         .filter_map(|key| key.rsplit('/').next())
         .collect();
-    assert_eq!(others, ["attempt.json", "manifest.json", "00000001.json"]);
+    assert_eq!(
+        others,
+        [
+            "attempt.json",
+            "manifest.json",
+            "00000001.json",
+            "00000002.json",
+            "00000003.json"
+        ]
+    );
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn a_save_and_a_restore_show_every_thread_phase_and_byte() {
     let page = fs::read_to_string(&read).expect("a page");
     assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
     assert!(
-        page.contains("<h1>verify job, image 00000001</h1>")
+        page.contains("<h1>verify job, image 00000003</h1>")
             && page.contains("The slowest stage was ")
     );
 }

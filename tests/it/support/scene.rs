@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ckptstream::config::{Overrides, RawConfig, StoreConfig};
 use ckptstream::store::s3::S3Store;
+use ckptstream::store::{Key, PutOutcome, Store};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -76,9 +77,22 @@ impl Scene {
         } else {
             "retry_timeout = \"1500ms\"\n"
         };
+        // What a save ends with that is held for ever would never be seen.
+        let end = if config.contains("[spill]") {
+            ""
+        } else {
+            "\n[spill]\non_failure = \"abandon\"\n"
+        };
+        // A node has one place where it is written down what is under way; this one is the scene's.
+        let state = if config.contains("state_dir") {
+            String::new()
+        } else {
+            let dir = self.dir.path().join("state");
+            format!("\n[job]\nstate_dir = \"{}\"\n", dir.display())
+        };
         let cli = Ckptstream::new(&self.server, job)
             .on(&node)
-            .config(&format!("{CONFIG}{patience}{config}"));
+            .config(&format!("{CONFIG}{patience}{config}{end}{state}"));
         Saver { cli, trace }
     }
 
@@ -92,6 +106,17 @@ impl Scene {
         let config = StoreConfig::resolve(&overrides, &RawConfig::default());
         let store = connect(&config.expect("a store")).await;
         store.expect("a client")
+    }
+
+    /// Puts an entry of somebody else into a job's log.
+    pub(crate) fn put_entry(&self, job: &str, slot: u64, entry: &Value) {
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        runtime.block_on(async {
+            let store = self.store().await;
+            let key = Key::new(&format!("{job}/log/{slot:08}.json")).expect("a key");
+            let put = store.put_if_absent(&key, entry.to_string().into()).await;
+            assert_eq!(put.expect("the server runs"), PutOutcome::Created);
+        });
     }
 
     /// A running target.
@@ -127,8 +152,14 @@ impl Scene {
         found.unwrap_or_else(|| panic!("{run:?}"))
     }
 
-    /// Images of a job by generation, newest first, as the log has them.
+    /// Images of a job, numbered from its oldest on, newest first, as the log has them.
     pub(crate) fn images(&self, job: &str) -> Vec<u64> {
+        let count = self.generations(job).len() as u64;
+        (1..=count).rev().collect()
+    }
+
+    /// Their generations, newest first.
+    pub(crate) fn generations(&self, job: &str) -> Vec<u64> {
         let run = self.saver(job, "").cli.run("list");
         if run.code == 6 {
             return Vec::new();
@@ -211,6 +242,16 @@ impl Watched {
             .spawn();
         let child = child.expect("the binary starts");
         Self { child, dir }
+    }
+
+    /// Waits until it says this on stderr.
+    pub(crate) fn until_said(&self, words: &str) {
+        let started = Instant::now();
+        while !self.text("stderr").contains(words) {
+            let stderr = self.text("stderr");
+            assert!(started.elapsed() < PATIENCE, "not said: {words}: {stderr}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     /// Waits until it says that it is in this phase.

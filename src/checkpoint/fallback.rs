@@ -1,0 +1,197 @@
+//! What becomes of a target whose save lies in the spill: it is let go, it gets its memory back, or the save is uploaded after it.
+//!
+//! In: a sealed save, and the target's memory still mapped. Out: a verdict. What can fail: the driver (then the save stays sealed, whatever became of the target), the disk, the store.
+//!
+//! | we die | what exists |
+//! |---|---|
+//! | before the seal is broken | a sealed save, which `resume` finishes |
+//! | after it | nothing of the save; the target is locked with its memory, or runs |
+//!
+//! A target is given back at most once, from bytes that were read back, and only if no image of the attempt can come into being: the seal is broken before the target runs.
+
+use std::error::Error;
+use std::time::{Duration, Instant};
+
+use super::spill::{SealedSave, Spill};
+use super::{Afterwards, Around, Committed, Then, look, lost};
+use crate::config::OnFailure;
+use crate::driver::CheckpointingProcess;
+use crate::error::{ExitCode, Failure, Phase, one_line};
+use crate::failpoint;
+use crate::job_log::JobLog;
+use crate::journal::Step;
+use crate::phases::PhaseClock;
+use crate::restore;
+use crate::resume::upload_sealed;
+
+/// How long the log may take to say that the job is still ours. A store that has just failed is not waited for.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The store failed, and the spill has the save. What went wrong first stays the cause.
+pub(super) fn sealed(
+    around: Around<'_>,
+    clock: &mut PhaseClock,
+    spill: &Spill,
+    begun: CheckpointingProcess,
+    save: &SealedSave,
+    mut failure: Failure,
+) -> Failure {
+    let (driver, target) = (around.driver, around.target);
+    let may_be_given_back = match around.on_failure {
+        OnFailure::GiveBack => why_not_given_back(around, &failure),
+        _ => Err(None),
+    };
+    around.custody.note(Step::Sealed);
+    let completed = begun.complete();
+    failpoint::pass("spill:completed");
+    failure.code = ExitCode::Spilled;
+    match (completed, may_be_given_back) {
+        (Ok(suspended), Ok(())) => {
+            let reading = spill.session(around.session);
+            let mut unsealed = Ok(());
+            let unseal = || unsealed = spill.unseal(around.session, save);
+            let process = (around.custody, suspended);
+            let given =
+                restore::bring_back(&reading, clock, driver, process, &save.image, &[], unseal);
+            match given {
+                Ok(_loaded) => {
+                    failpoint::pass("give-back:running");
+                    failure.code = ExitCode::RolledBack;
+                    failure
+                        .notes
+                        .push("the target was given its memory back".to_owned());
+                    match unsealed {
+                        Ok(()) => spill.clear_away(around.session),
+                        Err(error) => failure.attached.push(format!(
+                            "remove {} by hand, or a later `ckptstream resume` sets the job back: {}",
+                            spill.place_of(around.session, save),
+                            one_line(&error)
+                        )),
+                    }
+                }
+                Err(not_given) => {
+                    let why = one_line(not_given.cause.as_ref());
+                    failure
+                        .attached
+                        .push(format!("the target did not get its memory back: {why}"));
+                }
+            }
+        }
+        (Ok(_suspended), Err(why)) => failure
+            .attached
+            .extend(why.map(|why| format!("the target was not given its memory back: {why}"))),
+        (Err(error), _) => failure
+            .attached
+            .push(format!("the target is not as asked: {}", one_line(&error))),
+    }
+    if failure.code == ExitCode::Spilled {
+        failure.notes.push(spill.note());
+    }
+    failure.targets = vec![look(driver, target)];
+    failure
+}
+
+/// An image of a job that ran on must not come into being, and a job that somebody else has must not run.
+fn why_not_given_back(around: Around<'_>, failure: &Failure) -> Result<(), Option<String>> {
+    if failure.code == ExitCode::CommitUnknown {
+        let why = "its image may exist, and the store does not say";
+        return Err(Some(why.to_owned()));
+    }
+    let (session, attempt) = (around.session, around.attempt);
+    let log = session.wait(async {
+        let reading = JobLog::read(&*session.store_after_begin, &session.config.job);
+        tokio::time::timeout(LOOK_TIMEOUT, reading).await
+    });
+    // A log that cannot be read is no reason: then nobody else has got at the job through it either, as far as can be known.
+    let Ok(Ok(log)) = log else { return Ok(()) };
+    match log.opened_by_another(attempt.next_slot, &attempt.nonce) {
+        Some((_slot, there)) => Err(Some(there.describe())),
+        None => Ok(()),
+    }
+}
+
+/// Neither the store nor the spill has the save.
+pub(super) fn not_sealed(
+    mut failure: Failure,
+    error: &(dyn Error + Send + Sync + 'static),
+) -> Failure {
+    let why = one_line(error);
+    failure
+        .attached
+        .push(format!("the spill failed too: {why}"));
+    failure
+}
+
+/// `spill.when = "always"`: the GPUs are released, or the target runs again, before the store is asked.
+pub(super) fn upload_afterwards(
+    around: Around<'_>,
+    clock: &mut PhaseClock,
+    spill: &Spill,
+    begun: CheckpointingProcess,
+    save: SealedSave,
+    (locked_at, memory_planned): (Instant, u64),
+) -> Result<(Committed, Afterwards), Failure> {
+    let Around {
+        session,
+        driver,
+        target,
+        ..
+    } = around;
+    around.custody.note(Step::Sealed);
+    clock.enter(Phase::Complete);
+    let completed = begun.complete();
+    failpoint::pass("spill:completed");
+    let suspended_at = Instant::now();
+    let afterwards = match (completed, around.then) {
+        (Ok(suspended), Then::Suspend) => Ok(Afterwards::Suspended(suspended)),
+        (Ok(suspended), Then::Resume) => {
+            let reading = spill.session(session);
+            let process = (around.custody, suspended);
+            restore::bring_back(&reading, clock, driver, process, &save.image, &[], || {}).map(
+                |_loaded| Afterwards::Runs {
+                    since: Instant::now(),
+                },
+            )
+        }
+        (Err(error), _) => Err(lost(driver, target, Phase::Complete, error.into())),
+    };
+    let image = session.wait(upload_sealed(session, spill.store(), &save.sealed, clock));
+    match (image, afterwards) {
+        (Ok(image), Ok(afterwards)) => {
+            let committed = Committed {
+                image,
+                landed: Vec::new(),
+                stages: save.stages,
+                slowest_stage: save.slowest_stage,
+                locked_at,
+                suspended_at,
+                memory_planned,
+            };
+            Ok((committed, afterwards))
+        }
+        (Ok(image), Err(failure)) => Err(Failure {
+            code: ExitCode::CommittedTargetAstray,
+            generation: Some(image.generation),
+            targets: vec![look(driver, target)],
+            ..failure
+        }),
+        (Err(mut failure), afterwards) => {
+            failure.code = match failure.code {
+                ExitCode::NotOurs => ExitCode::Fenced,
+                ExitCode::RestoreRefused => ExitCode::Lost,
+                _ => ExitCode::Spilled,
+            };
+            if failure.code == ExitCode::Spilled {
+                failure.notes.push(spill.note());
+            }
+            if let Err(astray) = afterwards {
+                let why = one_line(astray.cause.as_ref());
+                failure
+                    .attached
+                    .push(format!("the target is not as asked: {why}"));
+            }
+            failure.targets = vec![look(driver, target)];
+            Err(failure)
+        }
+    }
+}

@@ -1,0 +1,515 @@
+//! What savers that died have left behind on this node, put in order as far as that is safe.
+//!
+//! In: the journals of this node, the targets as the driver tells of them, the job's log, the spill. Out: a [`Row`] for every target, which says what it is, what was done, and what there is left to do. What can fail: nothing of it
+//! stops the rest; what cannot be found out is said.
+//!
+//! | state | and | is done |
+//! |---|---|---|
+//! | LOCKED | the journal says that the lock was ours | unlocked |
+//! | LOCKED | it does not, or its owner lives | nothing |
+//! | CHECKPOINTING | | nothing: what the driver does with it is not documented. Said: whether the save is durable |
+//! | CHECKPOINTED | a durable copy, nobody opened the job since | nothing; `restore --pid` brings it back |
+//! | CHECKPOINTED | somebody opened the job since | nothing; it lives elsewhere |
+//! | RESTORING, FAILED | | nothing; it can only be ended |
+//! | RUNNING, gone, pid used again | | the attempt is given up in the log, its uploads aborted, the journal removed |
+//!
+//! With `end` the processes that can only be ended are ended.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::checkpoint::DYING_TIMEOUT;
+use crate::config::JobName;
+use crate::driver::{Driver, DriverError, LockedProcess, ProcessState};
+use crate::error::{ExitCode, Failure, Phase, one_line};
+use crate::failpoint;
+use crate::image::image_id;
+use crate::job_log::{AppendError, Entry, JobLog, append};
+use crate::journal::{self, Found, Left, Step};
+use crate::sealed::{SPILL_DIRECTORY, Sealed};
+use crate::session::Session;
+use crate::store::file::FileStore;
+use crate::target::Target;
+
+/// How long the store may take to say one thing; `recover` is for people who wait.
+const STORE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// What `recover` may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RecoverOptions {
+    /// Only this target.
+    pub pid: Option<u32>,
+    /// End processes that can only be ended.
+    pub end: bool,
+}
+
+/// Every target that was looked at.
+#[derive(Debug, Serialize)]
+pub struct Recovered {
+    /// In order of their journals.
+    #[serde(rename = "recovered")]
+    pub targets: Vec<Row>,
+}
+
+impl Recovered {
+    /// What a script has to know: the gravest of all.
+    pub fn code(&self) -> ExitCode {
+        const GRAVEST_FIRST: [ExitCode; 9] = [
+            ExitCode::Lost,
+            ExitCode::RestoreFailed,
+            ExitCode::Fenced,
+            ExitCode::CommittedTargetAstray,
+            ExitCode::Spilled,
+            ExitCode::RestoreRefused,
+            ExitCode::NotOurs,
+            ExitCode::Preflight,
+            ExitCode::RolledBack,
+        ];
+        let there = GRAVEST_FIRST
+            .into_iter()
+            .find(|code| self.targets.iter().any(|row| row.code == *code));
+        there.unwrap_or(ExitCode::Ok)
+    }
+}
+
+/// One target.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// Its pid; 0 of a journal that cannot be read.
+    pub pid: u32,
+    /// Command name.
+    pub name: String,
+    /// As looked up: `running`, `locked`, …, `gone`, `unknown`.
+    pub state: String,
+    /// The job.
+    pub job: String,
+    /// What was under way: `checkpoint` or `restore`.
+    pub command: String,
+    /// The save's attempt, as far as it came.
+    pub attempt: Option<String>,
+    /// The image that it became.
+    pub image: Option<String>,
+    /// What was done: `nothing`, `unlocked`, `closed`, `ended`.
+    pub done: &'static str,
+    /// What that means.
+    pub verdict: String,
+    /// What a script does next.
+    pub next: &'static str,
+    /// The same as an exit code.
+    #[serde(skip)]
+    pub code: ExitCode,
+}
+
+/// Looks at every journal of this node, and puts in order what can be.
+///
+/// # Errors
+/// Exit 3 when the journals cannot be read.
+pub fn recover(
+    session: &Session,
+    job: Option<&JobName>,
+    options: RecoverOptions,
+) -> Result<Recovered, Failure> {
+    let dir = session.config.state_dir();
+    let found = journal::all(&dir)
+        .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Read, error))?;
+    let mut work = Work {
+        session,
+        driver: None,
+        options,
+    };
+    let mut targets = Vec::new();
+    for found in found {
+        let (pid, of) = match &found {
+            Found::Alive(head) => (head.target.pid, head.job.as_str()),
+            Found::Dead(left) => (left.head.target.pid, left.head.job.as_str()),
+            Found::Damaged { .. } => (0, ""),
+        };
+        let is_asked_for = options.pid.is_none_or(|asked| asked == pid)
+            && job.is_none_or(|job| of.is_empty() || job.as_str() == of);
+        if is_asked_for {
+            targets.push(work.look(found));
+        }
+    }
+    Ok(Recovered { targets })
+}
+
+struct Work<'a> {
+    session: &'a Session,
+    /// Opened when the first target needs it.
+    driver: Option<Result<Arc<Driver>, DriverError>>,
+    options: RecoverOptions,
+}
+
+/// What is known of a save beyond its target.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Durable {
+    /// Generation of its image.
+    image: Option<u64>,
+    /// It is sealed in the spill.
+    is_sealed: bool,
+    /// Who has the job since.
+    opened_since: Option<String>,
+    /// Why the log says nothing.
+    unknown: Option<String>,
+}
+
+/// What there is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Deed {
+    Nothing,
+    Unlock,
+    /// Give the attempt up, and forget about it.
+    Close,
+    /// There is nothing to be done ever again.
+    Forget,
+}
+
+impl Work<'_> {
+    fn look(&mut self, found: Found) -> Row {
+        match found {
+            Found::Alive(head) => Row {
+                pid: head.target.pid,
+                name: head.target.name,
+                state: "unknown".to_owned(),
+                job: head.job,
+                command: head.command.clone(),
+                attempt: None,
+                image: None,
+                done: "nothing",
+                verdict: format!(
+                    "ckptstream {} (process {}) is at work on it",
+                    head.command, head.by.pid
+                ),
+                next: "none",
+                // Only who asked for this very target wants to hear that it is not theirs.
+                code: match self.options.pid {
+                    Some(_) => ExitCode::NotOurs,
+                    None => ExitCode::Ok,
+                },
+            },
+            Found::Damaged { path, what } => Row {
+                pid: 0,
+                name: String::new(),
+                state: "unknown".to_owned(),
+                job: String::new(),
+                command: String::new(),
+                attempt: None,
+                image: None,
+                done: "nothing",
+                verdict: format!("the journal {} cannot be read: {what}", path.display()),
+                next: "human",
+                code: ExitCode::Preflight,
+            },
+            Found::Dead(left) => self.dead(left),
+        }
+    }
+
+    fn dead(&mut self, left: Left) -> Row {
+        let recorded = &left.head.target;
+        let target = Target::look(recorded.pid)
+            .ok()
+            .filter(|target| recorded.is(target));
+        let state = target.as_ref().map(|target| self.state_of(target));
+        let durable = self.durable(&left);
+        let (deed, code, verdict) = judge(state, &left, &durable);
+        let mut row = Row {
+            pid: recorded.pid,
+            name: recorded.name.clone(),
+            state: match state {
+                Some(Some(state)) => state.to_string(),
+                Some(None) => "unknown".to_owned(),
+                None => "gone".to_owned(),
+            },
+            job: left.head.job.clone(),
+            command: left.head.command.clone(),
+            attempt: attempt_of(&left).map(|(attempt, _)| attempt.to_owned()),
+            image: durable.image.map(image_id),
+            done: "nothing",
+            verdict,
+            next: next_of(code, state),
+            code,
+        };
+        match (deed, target) {
+            (Deed::Unlock, Some(target)) => self.unlock(&mut row, &target),
+            (Deed::Nothing, Some(target)) if self.options.end && row.next == "end-process" => {
+                end(&mut row, &target);
+            }
+            _ => {}
+        }
+        // What runs or is gone has nothing more to do with the save.
+        if matches!(deed, Deed::Close) || row.done == "unlocked" {
+            self.close(&mut row, left, &durable);
+        } else if deed == Deed::Forget || row.done == "ended" {
+            forget(&mut row, left);
+        }
+        row
+    }
+
+    fn state_of(&mut self, target: &Target) -> Option<ProcessState> {
+        let driver = self.driver.get_or_insert_with(Driver::open).as_ref();
+        driver.ok()?.state(target.pid).ok()
+    }
+
+    fn unlock(&mut self, row: &mut Row, target: &Target) {
+        let driver = match self.driver.get_or_insert_with(Driver::open) {
+            Ok(driver) => Arc::clone(driver),
+            Err(_) => return,
+        };
+        let unlocked = LockedProcess::attach(&driver, target.pid).and_then(LockedProcess::unlock);
+        failpoint::pass("recover:unlocked");
+        match unlocked {
+            Ok(_running) => {
+                row.done = "unlocked";
+                row.state = ProcessState::Running.to_string();
+            }
+            Err(error) => {
+                row.verdict = format!("it could not be unlocked: {}", one_line(&error));
+                (row.code, row.next) = (ExitCode::Lost, ExitCode::Lost.next());
+            }
+        }
+    }
+
+    /// What log and spill know of the save.
+    fn durable(&self, left: &Left) -> Durable {
+        let mut durable = Durable::default();
+        let Some((attempt, next_slot)) = attempt_of(left) else {
+            return durable;
+        };
+        let job = match self.job_of(left) {
+            Ok(job) => job,
+            Err(why) => {
+                durable.unknown = Some(why);
+                return durable;
+            }
+        };
+        if let Some(path) = &left.head.spill
+            && let Ok(disk) = FileStore::open_spill(path, SPILL_DIRECTORY)
+        {
+            let sealed = self.session.wait(Sealed::read(&disk, &job, attempt));
+            durable.is_sealed = matches!(sealed, Ok(Some(_)));
+        }
+        let store = &*self.session.store;
+        let log = self
+            .session
+            .wait(async { tokio::time::timeout(STORE_TIMEOUT, JobLog::read(store, &job)).await });
+        let log = match log {
+            Ok(Ok(log)) => log,
+            Ok(Err(error)) => {
+                durable.unknown = Some(one_line(&error));
+                return durable;
+            }
+            Err(_elapsed) => {
+                durable.unknown =
+                    Some(format!("the store did not answer within {STORE_TIMEOUT:?}"));
+                return durable;
+            }
+        };
+        durable.image = log.entries().find_map(|(slot, entry)| match entry {
+            Entry::Image(image) if image.attempt == attempt => Some(slot),
+            _ => None,
+        });
+        durable.opened_since = log
+            .opened_by_another(next_slot, attempt)
+            .map(|(_slot, there)| there.describe());
+        durable
+    }
+
+    /// The journal's job, when its store is the one that we know.
+    fn job_of(&self, left: &Left) -> Result<JobName, String> {
+        let (theirs, ours) = (&left.head.store, self.session.store.describe());
+        if *theirs != ours {
+            return Err(format!(
+                "its store is {theirs}, and {ours} is configured (store.url)"
+            ));
+        }
+        JobName::new(&left.head.job).map_err(|error| error.to_string())
+    }
+
+    fn close(&self, row: &mut Row, left: Left, durable: &Durable) {
+        let (Some((attempt, next_slot)), None, false) =
+            (attempt_of(&left), durable.image, durable.is_sealed)
+        else {
+            return forget(row, left);
+        };
+        let closed = self.job_of(&left).and_then(|job| {
+            let closing = self.give_up(&job, attempt, next_slot);
+            let closed = self
+                .session
+                .wait(async { tokio::time::timeout(STORE_TIMEOUT, closing).await });
+            closed.unwrap_or_else(|_elapsed| {
+                Err(format!("the store did not answer within {STORE_TIMEOUT:?}"))
+            })
+        });
+        match closed {
+            Ok(()) => forget(row, left),
+            Err(why) => {
+                row.verdict = format!(
+                    "{}; its attempt is still open in the store: {why}",
+                    row.verdict
+                );
+                if row.code == ExitCode::Ok {
+                    (row.code, row.next) = (ExitCode::RolledBack, ExitCode::RolledBack.next());
+                }
+            }
+        }
+    }
+
+    async fn give_up(&self, job: &JobName, attempt: &str, next_slot: u64) -> Result<(), String> {
+        let store = &*self.session.store;
+        let dropped = Entry::Dropped {
+            writer: attempt.to_owned(),
+            attempt: attempt.to_owned(),
+        };
+        let lives =
+            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == attempt);
+        match append(store, job, next_slot, &dropped, &lives).await {
+            Ok(_) => {}
+            // It came about after all, and is nobody's to clean up.
+            Err(AppendError::Fenced { .. }) => return Ok(()),
+            Err(error) => return Err(one_line(&error)),
+        }
+        failpoint::pass("recover:dropped");
+        let prefix = format!("{job}/data/{attempt}/");
+        let aborted = store.abort_uploads_under(&prefix).await;
+        aborted.map(drop).map_err(|error| one_line(&error))
+    }
+}
+
+fn forget(row: &mut Row, left: Left) {
+    if row.done == "nothing" {
+        row.done = "closed";
+    }
+    if let Err(error) = left.settle() {
+        row.verdict = format!("{}; its journal stays: {error}", row.verdict);
+    }
+}
+
+fn end(row: &mut Row, target: &Target) {
+    match target.kill() {
+        Ok(()) if target.ends_within(DYING_TIMEOUT) => {
+            row.done = "ended";
+            row.state = "gone".to_owned();
+            row.verdict = format!("{}; it was ended", row.verdict);
+            row.next = match row.code {
+                ExitCode::Spilled => "resume",
+                ExitCode::CommittedTargetAstray | ExitCode::RestoreFailed => "restore",
+                _ => "none",
+            };
+        }
+        Ok(()) => row.verdict = format!("{}; it does not end", row.verdict),
+        Err(error) => row.verdict = format!("{}; it could not be ended: {error}", row.verdict),
+    }
+}
+
+/// The save, and the slot of the log from which others may have come.
+fn attempt_of(left: &Left) -> Option<(&str, u64)> {
+    left.steps.iter().find_map(|step| match step {
+        Step::Attempt { attempt, next_slot } => Some((attempt.as_str(), *next_slot)),
+        _ => None,
+    })
+}
+
+/// The gravest of the codes says what to do, but for a suspended target that has a durable copy.
+fn next_of(code: ExitCode, state: Option<Option<ProcessState>>) -> &'static str {
+    match (code, state) {
+        (ExitCode::CommittedTargetAstray, Some(Some(ProcessState::Checkpointed))) => "restore",
+        (ExitCode::Fenced | ExitCode::RestoreFailed, Some(_)) => "end-process",
+        (ExitCode::RestoreRefused, _) => "restore",
+        _ => code.next(),
+    }
+}
+
+/// The table of the module. `None` is a target that is gone, `Some(None)` one whose state cannot be looked up.
+fn judge(
+    state: Option<Option<ProcessState>>,
+    left: &Left,
+    durable: &Durable,
+) -> (Deed, ExitCode, String) {
+    use ProcessState as S;
+    let is_restore = left.head.command == "restore";
+    let was_locked = left.steps.iter().any(|step| {
+        matches!(
+            step,
+            Step::Lock | Step::Unlock | Step::Begin | Step::RestoreComplete
+        )
+    });
+    let copy = match durable {
+        Durable {
+            image: Some(generation),
+            ..
+        } => Some((
+            ExitCode::CommittedTargetAstray,
+            format!("image {} is committed", image_id(*generation)),
+        )),
+        Durable {
+            is_sealed: true, ..
+        } => Some((
+            ExitCode::Spilled,
+            "the save is sealed in the spill".to_owned(),
+        )),
+        _ => None,
+    };
+    let unknown = durable.unknown.as_ref().map_or_else(
+        || "nothing of the save is durable".to_owned(),
+        |why| format!("whether the save is durable is not known ({why})"),
+    );
+    match (state, copy) {
+        (None, Some((ExitCode::Spilled, told))) => (Deed::Nothing, ExitCode::Spilled, told),
+        (None, Some((_, told))) => (Deed::Forget, ExitCode::Ok, told),
+        (None, None) => (Deed::Close, ExitCode::Ok, "the target is gone".to_owned()),
+        (Some(Some(S::Running)), _) => (Deed::Close, ExitCode::Ok, "the target runs".to_owned()),
+        (Some(Some(S::Locked)), _) if was_locked => (
+            Deed::Unlock,
+            ExitCode::Ok,
+            "the target was locked by us, with its memory its own".to_owned(),
+        ),
+        (Some(Some(S::Locked)), _) => (
+            Deed::Nothing,
+            ExitCode::NotOurs,
+            "the target is locked, and not by us".to_owned(),
+        ),
+        (Some(Some(S::Restoring | S::Failed)), _) if is_restore => (
+            Deed::Nothing,
+            ExitCode::RestoreFailed,
+            "the target got a part of its memory; it can only be ended, and the image be restored again"
+                .to_owned(),
+        ),
+        (Some(Some(S::Checkpointed)), _) if durable.opened_since.is_some() => {
+            let who = durable.opened_since.clone().unwrap_or_default();
+            let told = format!("{who} since: the job lives elsewhere, and this process is to be ended");
+            (Deed::Nothing, ExitCode::Fenced, told)
+        }
+        (Some(Some(S::Checkpointed)), _) if is_restore => (
+            Deed::Nothing,
+            ExitCode::RestoreRefused,
+            "the driver was not asked to restore it yet; restore it again".to_owned(),
+        ),
+        (Some(Some(S::Checkpointed)), Some((code, told))) => {
+            let what = match code {
+                ExitCode::Spilled => "`ckptstream resume` finishes it, and `ckptstream restore --pid` brings the target back",
+                _ => "`ckptstream restore --pid` brings the target back",
+            };
+            (Deed::Nothing, code, format!("{told}; {what}"))
+        }
+        (Some(Some(S::Checkpointing)), Some((code, told))) => (
+            Deed::Nothing,
+            code,
+            format!("{told}; this process can only be ended"),
+        ),
+        (Some(Some(state)), _) => (
+            Deed::Nothing,
+            ExitCode::Lost,
+            format!("the target is {state}, and {unknown}"),
+        ),
+        (Some(None), _) => (
+            Deed::Nothing,
+            ExitCode::Preflight,
+            "the driver does not tell the target's state".to_owned(),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,170 @@
+use super::*;
+use crate::journal::{FORMAT, Head, Journal};
+use crate::writer::ProcessIdentity;
+use std::process::{Child, Command};
+
+/// A process, and what a saver of it left that died after these steps.
+struct Scene {
+    child: Child,
+    _dir: tempfile::TempDir,
+    left: Left,
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn scene(command: &str, steps: &[Step]) -> Scene {
+    let child = Command::new("sleep").arg("60").spawn().unwrap();
+    let target = Target::look(child.id()).unwrap();
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("state");
+    let head = |target| Head {
+        format: FORMAT,
+        command: command.to_owned(),
+        job: "train".to_owned(),
+        store: "memory:".to_owned(),
+        spill: None,
+        by: ProcessIdentity::ours().unwrap(),
+        target,
+    };
+    let journal = Journal::open(&dir, &target, head).unwrap();
+    for step in steps {
+        journal.step(step).unwrap();
+    }
+    drop(journal);
+    let Some(Found::Dead(left)) = journal::all(&dir).unwrap().pop() else {
+        panic!("its owner is gone")
+    };
+    Scene {
+        child,
+        _dir: temporary,
+        left,
+    }
+}
+
+fn verdict(scene: &Scene, state: Option<ProcessState>, durable: &Durable) -> (Deed, ExitCode) {
+    let (deed, code, told) = judge(state.map(Some), &scene.left, durable);
+    assert!(!told.is_empty());
+    (deed, code)
+}
+
+fn image() -> Durable {
+    Durable {
+        image: Some(3),
+        ..Durable::default()
+    }
+}
+
+fn sealed() -> Durable {
+    Durable {
+        is_sealed: true,
+        ..Durable::default()
+    }
+}
+
+#[test]
+fn only_a_lock_of_ours_is_undone() {
+    let ours = scene("checkpoint", &[Step::Lock]);
+    let theirs = scene("checkpoint", &[]);
+    let restored = scene("restore", &[Step::Restore, Step::RestoreComplete]);
+    let none = Durable::default();
+    let locked = Some(ProcessState::Locked);
+    assert_eq!(verdict(&ours, locked, &none), (Deed::Unlock, ExitCode::Ok));
+    assert_eq!(
+        verdict(&restored, locked, &none),
+        (Deed::Unlock, ExitCode::Ok)
+    );
+    assert_eq!(
+        verdict(&theirs, locked, &none),
+        (Deed::Nothing, ExitCode::NotOurs)
+    );
+}
+
+#[test]
+fn what_is_durable_decides_what_is_said_of_a_target_that_does_not_run() {
+    use ProcessState::{Checkpointed, Checkpointing, Failed};
+    let save = scene("checkpoint", &[Step::Lock, Step::Begin]);
+    let elsewhere = Durable {
+        opened_since: Some("writer x opened the job".to_owned()),
+        ..image()
+    };
+    for (state, durable, code) in [
+        (Checkpointing, Durable::default(), ExitCode::Lost),
+        (Checkpointing, image(), ExitCode::CommittedTargetAstray),
+        (Checkpointing, sealed(), ExitCode::Spilled),
+        (Checkpointed, image(), ExitCode::CommittedTargetAstray),
+        (Checkpointed, sealed(), ExitCode::Spilled),
+        (Checkpointed, elsewhere, ExitCode::Fenced),
+        (Checkpointed, Durable::default(), ExitCode::Lost),
+        (Failed, Durable::default(), ExitCode::Lost),
+    ] {
+        assert_eq!(
+            verdict(&save, Some(state), &durable),
+            (Deed::Nothing, code),
+            "{state} {durable:?}"
+        );
+    }
+    let restore = scene("restore", &[Step::Restore]);
+    for (state, code) in [
+        (ProcessState::Restoring, ExitCode::RestoreFailed),
+        (Failed, ExitCode::RestoreFailed),
+        (Checkpointed, ExitCode::RestoreRefused),
+    ] {
+        assert_eq!(
+            verdict(&restore, Some(state), &Durable::default()),
+            (Deed::Nothing, code)
+        );
+    }
+}
+
+#[test]
+fn what_runs_or_is_gone_is_closed_unless_its_save_may_become_an_image() {
+    let save = scene("checkpoint", &[Step::Lock]);
+    let running = Some(ProcessState::Running);
+    assert_eq!(
+        verdict(&save, running, &Durable::default()),
+        (Deed::Close, ExitCode::Ok)
+    );
+    assert_eq!(
+        verdict(&save, None, &Durable::default()),
+        (Deed::Close, ExitCode::Ok)
+    );
+    assert_eq!(verdict(&save, None, &image()), (Deed::Forget, ExitCode::Ok));
+    assert_eq!(
+        verdict(&save, None, &sealed()),
+        (Deed::Nothing, ExitCode::Spilled)
+    );
+}
+
+#[test]
+fn the_gravest_verdict_is_the_exit_code() {
+    let row = |code| Row {
+        pid: 1,
+        name: String::new(),
+        state: String::new(),
+        job: String::new(),
+        command: String::new(),
+        attempt: None,
+        image: None,
+        done: "nothing",
+        verdict: String::new(),
+        next: "none",
+        code,
+    };
+    let of = |codes: &[ExitCode]| Recovered {
+        targets: codes.iter().map(|code| row(*code)).collect(),
+    };
+    assert_eq!(of(&[]).code(), ExitCode::Ok);
+    assert_eq!(
+        of(&[ExitCode::Ok, ExitCode::Spilled, ExitCode::NotOurs]).code(),
+        ExitCode::Spilled
+    );
+    assert_eq!(
+        of(&[ExitCode::Spilled, ExitCode::Lost]).code(),
+        ExitCode::Lost
+    );
+}
