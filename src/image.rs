@@ -15,7 +15,7 @@ use crate::codec::seek_table::SeekTableError;
 use crate::codec::{Crc64, Digest};
 use crate::config::JobName;
 use crate::error::one_line;
-use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError};
+use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError, SavingEntry};
 use crate::manifest::{self, ExtentRecord, FrameTable, Manifest, ManifestError};
 use crate::store::{BadKey, Key, ObjectInfo, Store, StoreError};
 
@@ -275,6 +275,8 @@ pub struct ImageList {
     pub images: Vec<ListedImage>,
     /// Entries that may be images but not to us, newest first.
     pub unreadable: Vec<Skipped>,
+    /// The save that is under way, or whose saver died.
+    pub saving: Option<SavingEntry>,
     /// The job ended by itself; its images are only history.
     pub is_finished: bool,
 }
@@ -313,6 +315,7 @@ pub async fn list_images(store: &dyn Store, job: &JobName) -> Result<ImageList, 
     Ok(ImageList {
         images,
         unreadable,
+        saving: log.save_under_way().cloned(),
         is_finished: log.is_finished(),
     })
 }

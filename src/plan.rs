@@ -54,7 +54,7 @@ const REQUESTS_PER_THREAD: usize = 4;
 /// More than this many chunks in flight per GPU, not counting those that parts hold, only hides what the next stage cannot do.
 const RING_CHUNKS_MAX: usize = 8;
 /// Two: one is copied while the other is compressed.
-const RING_CHUNKS_MIN: usize = 2;
+pub(crate) const RING_CHUNKS_MIN: usize = 2;
 /// A GPU is taken to use at least so much, 64 MiB, whatever the driver counts: buffers for that are cheap, and without them an estimate that is off would cost the rate.
 const USED_MIN: u64 = 64 * MIB;
 /// Memory of one frame in a table. Most is needed while it is encoded or read: 22 bytes as columns (stored length 4, kind 1, filter 1, digest 16), at most 43 as JSON, and slack for a column that

@@ -73,6 +73,8 @@ pub struct MeterView {
     pub in_flight: u32,
     /// Requests tried again.
     pub retries: u64,
+    /// How often the store asked for fewer requests.
+    pub slow_downs: u64,
 }
 
 impl MeterView {
@@ -150,6 +152,7 @@ impl Meter {
             lanes: state.lanes.clone(),
             in_flight: self.in_flight.load(Ordering::Relaxed),
             retries: self.retries.load(Ordering::Relaxed),
+            slow_downs: self.slow_downs.load(Ordering::Relaxed),
         }
     }
 

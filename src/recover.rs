@@ -285,7 +285,7 @@ impl Work<'_> {
             }
         };
         if let Some(path) = &left.head.spill
-            && let Ok(disk) = FileStore::open_spill(path, SPILL_DIRECTORY)
+            && let Ok(Some(disk)) = FileStore::look_into_spill(path, SPILL_DIRECTORY)
         {
             let sealed = self.session.wait(Sealed::read(&disk, &job, attempt));
             durable.is_sealed = matches!(sealed, Ok(Some(_)));

@@ -125,7 +125,10 @@ impl Sealed {
     /// # Errors
     /// [`SealedError`], also when `spill.path` is not there: it may hold some.
     pub async fn waiting(spill: &SpillPlace, job: &JobName) -> Result<Vec<Self>, SealedError> {
-        Self::all(&FileStore::open_spill(&spill.path, SPILL_DIRECTORY)?, job).await
+        match FileStore::look_into_spill(&spill.path, SPILL_DIRECTORY)? {
+            Some(disk) => Self::all(&disk, job).await,
+            None => Ok(Vec::new()),
+        }
     }
 
     /// Whether no image was committed since the save began: then this one is the newest there is of the job.

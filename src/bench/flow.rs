@@ -212,6 +212,7 @@ impl Flow<'_> {
                     table: FrameTable::new(memory_len, plan.chunk_len),
                     key: key.clone(),
                     upload,
+                    witness: None,
                     meter: LaneMeter::new(format!("GPU {}", extent.device), extent.len),
                     extent,
                 });
@@ -352,6 +353,7 @@ impl Flow<'_> {
                 });
             }
             let resources = LoadResources {
+                patience: std::time::Duration::ZERO,
                 store: Arc::clone(store),
                 runtime: self.runtime.clone(),
                 decoders: (0..plan.threads)

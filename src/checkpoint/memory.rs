@@ -11,12 +11,12 @@ use std::sync::Arc;
 use super::attempt::OpenUpload;
 use crate::codec::Encoder;
 use crate::driver::{
-    BufferPool, CheckpointingProcess, CopyQueue, Driver, DriverError, STREAMS_OUT,
+    BufferPool, CheckpointingProcess, CopyQueue, Device, Driver, DriverError, STREAMS_OUT,
 };
 use crate::error::{Failure, Phase};
 use crate::manifest::FrameTable;
-use crate::pipeline::{SaveLane, SaveResources};
-use crate::plan::{PACK_LEN, SavePlan, SaveSettings, plan_save};
+use crate::pipeline::{SaveLane, SaveResources, Witness};
+use crate::plan::{PACK_LEN, RING_CHUNKS_MIN, SavePlan, SaveSettings, plan_save};
 use crate::progress::LaneMeter;
 use crate::restore::plan_code;
 use crate::session::Session;
@@ -59,6 +59,8 @@ pub(super) struct Memory {
     pack_buffers: BufferPool,
     /// One per run.
     provisions: Vec<Provisions>,
+    /// One per GPU, where there may be more than one run.
+    witnesses: Vec<Arc<Witness>>,
 }
 
 /// What one run over the GPUs uses up, an entry per GPU each.
@@ -85,14 +87,21 @@ impl Memory {
         let mut rings = Vec::new();
         for device in 0..driver.devices().len() {
             session.check_cancelled()?;
-            rings.push(BufferPool::new(
+            rings.push(BufferPool::within_limits(
                 plan.ring_chunks,
+                RING_CHUNKS_MIN.min(plan.ring_chunks),
                 len(plan.chunk_len),
-                Some((driver, device)),
+                (driver, device),
             )?);
         }
         let provisions = (0..runs).map(|_| Provisions::prepare(driver, &plan));
         let provisions = provisions.collect::<Result<_, _>>()?;
+        let chunk_count = |memory_len: u64| len(memory_len.div_ceil(plan.chunk_len));
+        let witness = |gpu: &Device| Arc::new(Witness::new(chunk_count(gpu.memory_len)));
+        let witnesses = match runs {
+            0 | 1 => Vec::new(),
+            _ => driver.devices().iter().map(witness).collect(),
+        };
         let settings = session.config.compression.settings;
         let encoders = Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?;
         let frame_buffers = BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?;
@@ -104,6 +113,7 @@ impl Memory {
             frame_buffers,
             pack_buffers,
             provisions,
+            witnesses,
         })
     }
 
@@ -137,6 +147,7 @@ impl Memory {
                 table,
                 key: open.key.clone(),
                 upload: open.upload.clone(),
+                witness: self.witnesses.get(extent.device).cloned(),
                 meter,
             });
         }

@@ -13,6 +13,7 @@ use crate::config::JobName;
 use crate::driver::ApiVersion;
 use crate::error::{ExitCode, Failure, Phase};
 use crate::image::{self, Image, ImageError, ImageRef, Skipped, Standing, image_id};
+use crate::job_log::SavingEntry;
 use crate::manifest::{DeviceRecord, ExtentRecord, FrameTable, ImageKind, Manifest};
 use crate::store::Store;
 
@@ -26,8 +27,37 @@ pub(super) struct ImageListing {
     images: Vec<ImageRow>,
     /// Log entries that may be images but cannot be read as such.
     skipped: Vec<SkippedRow>,
+    /// A save that is under way, or whose saver died.
+    saving: Option<SavingRow>,
     /// The job ended by itself; its images are only history.
     finished: bool,
+}
+
+/// A save of which nothing more is known than that it began.
+#[derive(Debug, Serialize)]
+struct SavingRow {
+    attempt: String,
+    host: String,
+    pid: u32,
+    /// That it may need, by its own word, from its begin on.
+    seconds: u64,
+    /// It ran on this node, and has ended.
+    known_dead: bool,
+    /// Where it may be sealed.
+    spill: Option<String>,
+}
+
+impl SavingRow {
+    fn of(saving: &SavingEntry) -> Self {
+        Self {
+            attempt: saving.attempt.clone(),
+            host: saving.by.host.clone(),
+            pid: saving.by.pid,
+            seconds: saving.seconds,
+            known_dead: saving.by.is_known_dead(),
+            spill: saving.spill.clone(),
+        }
+    }
 }
 
 /// One image, as the job's log has it; its objects were not looked at.
@@ -145,6 +175,7 @@ pub(super) async fn list(store: &dyn Store, job: Option<&JobName>) -> Result<Don
         store: store.describe(),
         images: images.collect(),
         skipped: skipped_rows(&list.unreadable),
+        saving: list.saving.as_ref().map(SavingRow::of),
         finished: list.is_finished,
     }))
 }
@@ -260,6 +291,19 @@ impl ImageListing {
             ));
         }
         add_skipped(&mut rows, &self.skipped);
+        if let Some(saving) = &self.saving {
+            let state = match saving.known_dead {
+                true => "its saver has died (`ckptstream recover` on that node, `gc`)".to_owned(),
+                false => format!("under way, at most {} s from its begin", saving.seconds),
+            };
+            let SavingRow {
+                attempt, host, pid, ..
+            } = saving;
+            rows.add(
+                "saving",
+                format!("attempt {attempt} by process {pid} on {host}: {state}"),
+            );
+        }
         if self.finished {
             rows.add(
                 "finished",

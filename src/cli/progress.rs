@@ -155,6 +155,8 @@ struct Glance {
     devices: Vec<Device>,
     in_flight: u32,
     retries: u64,
+    /// How often the store asked for fewer requests; fewer are under way after each.
+    slow_downs: u64,
     /// Raw bytes per second that passed the last stage, over the last seconds.
     rate: f64,
     /// Until the last stage is done at this rate; `None` while nothing is known.
@@ -253,6 +255,7 @@ impl Sampler {
             elapsed_seconds: rounded(now.duration_since(self.started).as_secs_f64()),
             in_flight: view.in_flight,
             retries: view.retries,
+            slow_downs: view.slow_downs,
             rate: rate.round(),
             eta_seconds: (rate > 0.0 || left == 0 && total > 0).then(|| {
                 if left == 0 {
@@ -417,6 +420,9 @@ fn tail(glance: &Glance) -> String {
     text.push_str(&format!(", {} in flight", glance.in_flight));
     if glance.retries > 0 {
         text.push_str(&format!(", {} retries", glance.retries));
+    }
+    if glance.slow_downs > 0 {
+        text.push_str(&format!(", slowed down {} times", glance.slow_downs));
     }
     text
 }

@@ -21,6 +21,12 @@ impl Digest {
     pub fn of(bytes: &[u8]) -> Self {
         Self(XxHash3_128::oneshot(bytes))
     }
+
+    /// 64 of its bits.
+    #[expect(clippy::cast_possible_truncation, reason = "the low half is meant")]
+    pub(crate) fn low_bits(self) -> u64 {
+        self.0 as u64
+    }
 }
 
 /// A [`Digest`] in the making, for bytes that are seen piece by piece.

@@ -41,6 +41,8 @@ pub struct DriverCode(pub u32);
 impl DriverCode {
     /// CUDA_ERROR_INVALID_VALUE.
     pub const INVALID_VALUE: Self = Self(1);
+    /// CUDA_ERROR_OUT_OF_MEMORY.
+    pub const OUT_OF_MEMORY: Self = Self(2);
     /// CUDA_ERROR_NOT_INITIALIZED.
     pub const NOT_INITIALIZED: Self = Self(3);
     /// CUDA_ERROR_NO_DEVICE.
@@ -51,6 +53,9 @@ impl DriverCode {
     pub const ILLEGAL_STATE: Self = Self(401);
     /// CUDA_ERROR_NOT_READY: here, the lock ran into its timeout.
     pub const NOT_READY: Self = Self(600);
+
+    /// CUDA_ERROR_NOT_PERMITTED.
+    pub const NOT_PERMITTED: Self = Self(800);
 
     /// What the code usually means when a checkpoint function answers it; empty when there is nothing to add.
     fn advice(self) -> &'static str {

@@ -14,9 +14,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::process::{Resource, getrlimit};
 
 use super::numa::Node;
-use super::{Driver, DriverError};
+use super::{Driver, DriverCode, DriverError};
 
 /// Length and alignment of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
@@ -74,6 +75,27 @@ impl Free {
     }
 }
 
+/// The driver has no such host memory, or may not have it.
+fn is_too_much(error: &DriverError) -> bool {
+    matches!(
+        error.code(),
+        Some(DriverCode::OUT_OF_MEMORY | DriverCode::NOT_PERMITTED)
+    )
+}
+
+/// What bounds pinned host memory here, for messages.
+fn memory_limits() -> String {
+    let memlock = getrlimit(Resource::Memlock).current;
+    let memlock = memlock.map_or("none".to_owned(), |bytes| format!("{bytes} bytes"));
+    let cgroup = std::fs::read_to_string("/sys/fs/cgroup/memory.max")
+        .or_else(|_v1| std::fs::read_to_string("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
+    let cgroup = cgroup.unwrap_or_else(|_unknown| "unknown".to_owned());
+    format!(
+        "memlock limit (ulimit -l): {memlock}; cgroup memory limit: {}",
+        cgroup.trim()
+    )
+}
+
 /// One mapping of our own, registered with the driver if there is one.
 #[derive(Debug)]
 struct Region {
@@ -115,6 +137,38 @@ impl BufferPool {
                 returned: Condvar::new(),
             }),
         })
+    }
+
+    /// As [`BufferPool::new`], beside a device, but where the limits on pinned memory are too low with fewer buffers (at least `least`), and where nothing can be pinned with memory that is not: copies are
+    /// slower then. What gave way is told in the log.
+    ///
+    /// # Errors
+    /// As [`BufferPool::new`]; [`DriverError::Pin`] only when the driver says something else than that the memory is too much.
+    pub fn within_limits(
+        count: usize,
+        least: usize,
+        buffer_len: usize,
+        beside: (&Arc<Driver>, usize),
+    ) -> Result<Self, DriverError> {
+        let mut fewer = count;
+        loop {
+            let error = match Self::new(fewer, buffer_len, Some(beside)) {
+                Err(error @ DriverError::Pin { .. }) if is_too_much(&error) => error,
+                made => return made,
+            };
+            let limits = memory_limits();
+            let why = crate::error::one_line(&error);
+            if fewer <= least {
+                tracing::warn!(
+                    "host memory for copies cannot be pinned, so they are slower: {why} ({limits})"
+                );
+                return Self::new(count, buffer_len, None);
+            }
+            fewer = (fewer / 2).max(least);
+            tracing::warn!(
+                "host memory for copies: {why} ({limits}); trying {fewer} buffers instead of {count}"
+            );
+        }
     }
 
     /// Waits for a buffer. The second value is how long that took.

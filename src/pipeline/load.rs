@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Scope;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use tokio::task::{JoinError, JoinSet};
@@ -63,6 +63,8 @@ pub struct LoadResources {
     pub fetch_buffers: BufferPool,
     /// Most bytes of a range.
     pub fetch_len_max: u64,
+    /// How long a chunk that does not verify is fetched again; a few times in any case.
+    pub patience: Duration,
     /// Progress.
     pub meter: Arc<Meter>,
     /// Cancelled by the caller to give the transfer up.
@@ -144,6 +146,7 @@ pub fn load(
         again: FetchAgain {
             store: resources.store,
             runtime: resources.runtime,
+            patience: resources.patience,
             given_up: abort.token().clone(),
         },
     };
@@ -510,19 +513,23 @@ impl RangeSink for Landing {
     }
 }
 
-/// How often a chunk that does not verify is fetched again. Damage on the way passes; damage in the store stays.
+/// How often a chunk that does not verify is fetched again at least. Damage on the way passes; damage in the store stays.
 const FETCHES_AGAIN: u32 = 3;
+
+/// Pause before it is fetched once more after that: what is served wrong now may be served right later.
+const FETCH_PAUSE: Duration = Duration::from_millis(500);
 
 /// Fetches single frames, for the rare chunk that came damaged.
 #[derive(Debug)]
 struct FetchAgain {
     store: Arc<dyn Store>,
     runtime: tokio::runtime::Handle,
+    patience: Duration,
     given_up: tokio_util::sync::CancellationToken,
 }
 
 impl FetchAgain {
-    /// Fetches and decodes a frame that came damaged, as `error` says, until it verifies or has had its chances.
+    /// Fetches and decodes a frame that came damaged, as `error` says, until it verifies or has had its chances and its time.
     fn decode(
         &self,
         decoder: &mut Decoder,
@@ -532,7 +539,13 @@ impl FetchAgain {
         raw: &mut [u8],
     ) -> Result<(), PipelineError> {
         let mut stored = vec![0; frame.stored_len as usize];
-        for _ in 0..FETCHES_AGAIN {
+        let started = Instant::now();
+        let mut fetches = 0;
+        while fetches < FETCHES_AGAIN || started.elapsed() < self.patience {
+            if fetches >= FETCHES_AGAIN {
+                std::thread::sleep(FETCH_PAUSE.min(self.patience));
+            }
+            fetches += 1;
             tracing::warn!(key = %lane.key, chunk = frame.index, %error, "chunk does not verify; fetching it again");
             self.runtime.block_on(async {
                 tokio::select! {
@@ -820,6 +833,7 @@ mod tests {
                 meter: LaneMeter::new("GPU", table.raw_len),
             };
             let resources = LoadResources {
+                patience: Duration::ZERO,
                 store: Arc::new(store),
                 runtime: runtime.handle().clone(),
                 decoders: vec![Decoder::new().unwrap()],
@@ -892,6 +906,7 @@ mod tests {
                 meter: LaneMeter::new("GPU", table.raw_len),
             };
             let resources = LoadResources {
+                patience: Duration::ZERO,
                 store: Arc::new(store),
                 runtime: runtime.handle().clone(),
                 decoders: vec![Decoder::new().unwrap()],
@@ -948,6 +963,7 @@ mod tests {
             .unwrap();
         let fetch_buffers = 2;
         let resources = LoadResources {
+            patience: Duration::ZERO,
             store: Arc::clone(&store) as Arc<dyn Store>,
             runtime: runtime.handle().clone(),
             decoders: vec![Decoder::new().unwrap()],

@@ -25,12 +25,14 @@ mod save;
 mod stage;
 mod transfer;
 mod window;
+mod witness;
 
 pub(crate) use abort::panic_message;
 pub use alone::{AloneLane, copy_in_alone, copy_out_alone};
 pub(crate) use gauge::slowest;
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
 pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
+pub use witness::Witness;
 
 use crate::codec::FrameError;
 use crate::driver::DriverError;
@@ -57,6 +59,16 @@ pub enum PipelineError {
         /// What is wrong with it.
         #[source]
         source: FrameError,
+    },
+    /// The target's memory changed between two readings: what was copied may be of no moment at all.
+    #[error(
+        "chunk {chunk} of {key} is not what it was when it was read before; the memory did not stand still, and the save is void"
+    )]
+    NotStill {
+        /// The object.
+        key: String,
+        /// Index of the chunk in its extent.
+        chunk: u64,
     },
     /// The driver's extents are not the stored ones.
     #[error("{what}")]

@@ -18,6 +18,7 @@ use super::pack::{
 };
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
+use super::witness::Witness;
 use crate::codec::{Body, Crc64, Encoded, Encoder};
 use crate::cpu_time;
 use crate::driver::{BufferPool, CopyQueue, Extent, PoolBuf};
@@ -43,6 +44,8 @@ pub struct SaveLane {
     pub key: Key,
     /// The multipart upload that was opened under it.
     pub upload: UploadId,
+    /// What its chunks were in an earlier run, where there may be more than one.
+    pub witness: Option<Arc<Witness>>,
     /// Progress.
     pub meter: Arc<LaneMeter>,
 }
@@ -144,6 +147,7 @@ pub fn save(
     let _watched_too = pacer.watched(&meter);
     let compressors = Compressors {
         targets: &work.targets,
+        witnesses: &work.witnesses,
         packers: &work.packers,
         frame_buffers: &resources.frame_buffers,
         gauge: &code_gauge,
@@ -190,6 +194,7 @@ struct Work {
     copiers: Vec<Copier>,
     packers: Vec<SharedPacker>,
     targets: Vec<UploadTarget>,
+    witnesses: Vec<Option<Arc<Witness>>>,
     /// Bytes that parts hold without pack buffers, at least, when all loans are out.
     lent_bytes: usize,
 }
@@ -209,6 +214,7 @@ impl Work {
             copiers: Vec::with_capacity(lanes.len()),
             packers: Vec::with_capacity(lanes.len()),
             targets: Vec::with_capacity(lanes.len()),
+            witnesses: Vec::with_capacity(lanes.len()),
             lent_bytes: 0,
         };
         for (index, lane) in lanes.into_iter().enumerate() {
@@ -222,6 +228,7 @@ impl Work {
                 upload: lane.upload,
                 meter: Arc::clone(&lane.meter),
             });
+            work.witnesses.push(lane.witness);
             work.copiers.push(Copier {
                 lane: index,
                 queue: lane.queue,
@@ -287,6 +294,7 @@ fn put_together(
 /// What the compressor threads share.
 struct Compressors<'a> {
     targets: &'a [UploadTarget],
+    witnesses: &'a [Option<Arc<Witness>>],
     packers: &'a [SharedPacker],
     frame_buffers: &'a BufferPool,
     gauge: &'a Gauge,
@@ -323,6 +331,7 @@ impl Compressors<'_> {
             let (lane, index, len) = (chunk.lane, chunk.index, chunk.len);
             let (started, cpu_before) = (Instant::now(), cpu_time::of_thread());
             let encoded = encoder.encode(&chunk.buffer[..len], &mut frame, self.pacer.effort());
+            self.must_be_still(lane, index, &encoded)?;
             failpoint::pass("stream:chunk coded");
             let busy = started.elapsed();
             let coding = encoded.kind.name(encoded.filter);
@@ -338,6 +347,23 @@ impl Compressors<'_> {
             spare = left;
             idle = self.pack(lane, index, packed)?;
             failpoint::pass("stream:chunk packed");
+        }
+    }
+
+    fn must_be_still(
+        &self,
+        lane: usize,
+        index: u64,
+        encoded: &Encoded,
+    ) -> Result<(), PipelineError> {
+        match &self.witnesses[lane] {
+            Some(witness) if !witness.is_the_same(index, encoded.digest) => {
+                Err(PipelineError::NotStill {
+                    key: self.targets[lane].key.to_string(),
+                    chunk: index,
+                })
+            }
+            _ => Ok(()),
         }
     }
 

@@ -83,6 +83,7 @@ mod tests {
         let loaded = load(
             &[],
             LoadResources {
+                patience: std::time::Duration::ZERO,
                 store: Arc::new(MemoryStore::new()),
                 runtime: runtime.handle().clone(),
                 decoders: vec![Decoder::new().unwrap()],

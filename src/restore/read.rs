@@ -318,7 +318,7 @@ pub(super) fn lanes<'a>(
             table,
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
-            ring: BufferPool::new(
+            ring: pool(
                 plan.ring_chunks,
                 chunk_len,
                 to.map(|(driver, gpus)| (driver, gpus[index])),
@@ -350,11 +350,28 @@ pub(super) fn resources(
         store,
         runtime: session.runtime.clone(),
         decoders,
-        fetch_buffers: BufferPool::new(plan.fetch_buffers, buffer_len, beside)?,
+        fetch_buffers: pool(plan.fetch_buffers, buffer_len, beside)?,
+        patience: match to {
+            // A restore that is given up ends the target.
+            Some(_) => session.config.store.retry_timeout,
+            None => Duration::ZERO,
+        },
         fetch_len_max: plan.fetch_len_max,
         meter: Arc::clone(&session.meter),
         cancel,
     })
+}
+
+/// Buffers, pinned for copies to a GPU if there is one and if they can be.
+fn pool(
+    count: usize,
+    buffer_len: usize,
+    beside: Option<(&Arc<Driver>, usize)>,
+) -> Result<BufferPool, DriverError> {
+    match beside {
+        Some(beside) => BufferPool::within_limits(count, count, buffer_len, beside),
+        None => BufferPool::new(count, buffer_len, None),
+    }
 }
 
 /// One extent of an image, with what reading it takes.

@@ -123,6 +123,21 @@ impl FileStore {
         Self::open_as(&folder, SETTING)
     }
 
+    /// The spill, to look at: `None` where nothing was ever spilled. Makes nothing.
+    ///
+    /// # Errors
+    /// As [`FileStore::open`].
+    pub fn look_into_spill(path: &Path, name: &str) -> Result<Option<Self>, StoreError> {
+        const SETTING: &str = "spill.path";
+        let above = Self::open_as(path, SETTING)?;
+        let folder = above.disk.root.join(name);
+        match folder.try_exists() {
+            Ok(false) => Ok(None),
+            // What cannot be looked at may be there.
+            _ => Self::open_as(&folder, SETTING).map(Some),
+        }
+    }
+
     /// Makes sure that so many bytes fit into this upload's object; where a file system cannot set them aside, that `in_all` of them are free.
     ///
     /// # Errors

@@ -170,7 +170,7 @@ fn a_target_that_cannot_be_given_back_stays_sealed() {
     let target = target(scene);
     scene.server.set_rules(&refuse("UploadPart", ".zst"));
     let saver = spilling.saver_of_driver(
-        "fault=cuCheckpointProcessRestore#1=return:2",
+        "fault=cuCheckpointProcessRestore#1=code:2",
         "on_failure = \"give-back\"\n",
     );
     let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));

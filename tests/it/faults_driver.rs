@@ -34,9 +34,35 @@ const fn site(
     }
 }
 
+/// Too little memory to pin: it does with less.
+fn is_got_over(site: &Site, code: u32) -> bool {
+    function(site) == "cuMemHostRegister" && code == 2
+}
+
 /// The function's name without the number of the call.
 fn function(site: &Site) -> &'static str {
     site.call.split('#').next().expect("a name")
+}
+
+#[test]
+fn without_memory_to_pin_it_goes_on_with_less() {
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    for (fault, words) in [
+        ("cuMemHostRegister#1=code:2", "buffers instead of"),
+        ("cuMemHostRegister#*=code:800", "cannot be pinned"),
+    ] {
+        let saver = scene.saver("job", &format!("fault={fault}"));
+        let args = format!("checkpoint --pid {} --then resume", target.pid());
+        let run = saver.cli.run(&args);
+        assert_eq!(run.code, 0, "{fault}: {run:?}");
+        for words in [words, "memlock limit", "host memory"] {
+            assert!(run.stderr.contains(words), "{fault}: no {words} in {run:?}");
+        }
+        saver.cli.ok("verify");
+    }
+    scene.must_compute_on(&mut target);
+    scene.must_have_computed_rightly(target);
 }
 
 #[test]
@@ -59,7 +85,7 @@ fn before_begin_every_code_leaves_the_target_running() {
     let scene = Scene::new(&[]);
     let mut target = scene.target();
     for site in &sites {
-        for code in CODES {
+        for code in CODES.into_iter().filter(|code| !is_got_over(site, *code)) {
             let what = format!("{} answers {code}", site.call);
             let saver = scene.saver("job", &format!("fault={}=code:{code}", site.call));
             let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
@@ -270,7 +296,7 @@ fn before_the_driver_restores_every_code_is_a_refusal() {
     let cli = scene.saver("job", "").cli;
     cli.ok(&format!("checkpoint --pid {}", target.pid()));
     for site in &sites {
-        for code in CODES {
+        for code in CODES.into_iter().filter(|code| !is_got_over(site, *code)) {
             let what = format!("{} answers {code}", site.call);
             let saver = scene.saver("job", &format!("fault={}=code:{code}", site.call));
             let run = saver.cli.run(&format!("restore --pid {}", target.pid()));
@@ -400,7 +426,7 @@ fn resume_that_fails_leaves_a_good_image_and_says_where_the_target_is() {
             "restoring",
         ),
         ("cuCheckpointProcessUnlock#1=code:999", "unlock", "locked"),
-        ("cuMemHostRegister#3=code:2", "restore", "checkpointed"),
+        ("cuMemHostRegister#3=code:999", "restore", "checkpointed"),
     ] {
         let target = scene.target();
         let job = fault.replace(['#', '=', ':'], "-");

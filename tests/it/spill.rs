@@ -146,7 +146,6 @@ fn without_room_the_save_goes_on_and_says_that_there_is_no_spill() {
     let run = saver.cli.run(&args);
     scene.server.set_rules(&json!([]));
     assert_failed("no spill", &run, 12, "stream", &["the deadline has come"]);
-    assert!(run.stderr.contains("the target is held"), "{run:?}");
     scene.must_not_be_committed("other", &saver);
 }
 

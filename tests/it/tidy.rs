@@ -356,6 +356,27 @@ fn every_exit_code_is_documented() {
 }
 
 #[test]
+fn every_promise_names_tests_that_exist() {
+    let promises = text("docs/guarantees.md");
+    let sources: String = files(&["src", "tests"], &["rs"])
+        .iter()
+        .map(|path| text(path))
+        .collect();
+    let quoted = promises.split('`').skip(1).step_by(2);
+    // `it::crash::a_name` and, after it, `a_name` alone; modules and globs have shorter words, and no flag has so many.
+    let names = quoted.filter_map(|words| words.rsplit("::").next());
+    let names: Vec<&str> = names
+        .filter(|name| name.matches('_').count() >= 3 && !name.contains([' ', '.', '*', '=']))
+        .collect();
+    assert!(names.len() > 20, "the promises are not where they were");
+    let missing: Vec<&&str> = names
+        .iter()
+        .filter(|name| !sources.contains(&format!("fn {name}(")))
+        .collect();
+    assert!(missing.is_empty(), "no such test: {missing:?}");
+}
+
+#[test]
 fn the_changelog_has_a_place_for_what_is_new() {
     let changelog = text("CHANGELOG.md");
     let first = changelog.lines().find(|line| line.starts_with("## "));

@@ -57,6 +57,10 @@ impl Case {
     }
 
     fn save(&self) -> Saved {
+        self.try_save(None).unwrap()
+    }
+
+    fn try_save(&self, witness: Option<&Arc<Witness>>) -> Result<Saved, PipelineError> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -73,6 +77,7 @@ impl Case {
                 ring: ring(2 + self.to_lend, fills),
                 table: FrameTable::new(extent.len, CHUNK_LEN as u64),
                 upload: runtime.block_on(store.begin_upload(&key)).unwrap(),
+                witness: witness.cloned(),
                 meter: LaneMeter::new("lane", extent.len),
                 key,
                 extent,
@@ -99,7 +104,7 @@ impl Case {
             resources.pack_buffers.clone(),
         ];
         let rings: Vec<_> = lanes.iter().map(|lane| lane.ring.clone()).collect();
-        let saved = save(lanes, &mut encoders, resources).unwrap();
+        let saved = save(lanes, &mut encoders, resources)?;
         for lane in &saved.lanes {
             // The store refuses what is not as long, or does not have the checksum, that it is said to have.
             let parts = &lane.parts;
@@ -118,8 +123,23 @@ impl Case {
         for pool in pools.iter().chain(&rings) {
             assert_eq!(pool.free_count(), pool.count(), "every loan ends");
         }
-        saved
+        Ok(saved)
     }
+}
+
+#[test]
+fn memory_that_does_not_stand_still_makes_a_save_void() {
+    let case = |fill| Case {
+        lanes: vec![vec![fill]],
+        threads: 1,
+        parallelism: 1,
+        to_lend: 0,
+    };
+    let witness = Arc::new(Witness::new(CHUNK_COUNT));
+    case(Fill::Zero).try_save(Some(&witness)).unwrap();
+    case(Fill::Zero).try_save(Some(&witness)).unwrap();
+    let error = case(Fill::Random).try_save(Some(&witness)).unwrap_err();
+    assert!(matches!(error, PipelineError::NotStill { .. }), "{error}");
 }
 
 fn ring(count: usize, fills: &[Fill]) -> BufferPool {
