@@ -56,9 +56,6 @@ use commit::commit;
 use memory::{Memory, plan};
 use spill::{NoSpill, Spill};
 
-/// A BEGIN that takes longer is told of.
-const BEGIN_USUAL: Duration = Duration::from_secs(10);
-
 /// How long a target may take to die before its state counts as unknown.
 pub(crate) const DYING_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -188,7 +185,8 @@ fn checkpoint_in_custody(
         tracing::warn!("{leftover}");
     }
     let free_again = free_again?;
-    Ok(report(session, &driver, target, committed, free_again))
+    let outcome = report(session, &driver, target, committed, free_again);
+    must_be_as_asked(outcome, then)
 }
 
 /// A committed image, and how it came about.
@@ -326,8 +324,7 @@ fn save(
     };
 
     clock.enter(Phase::Complete);
-    around.custody.note(Step::Complete);
-    let suspended = begun.complete().map_err(|error| Failure {
+    let suspended = complete(around, begun).map_err(|error| Failure {
         code: ExitCode::CommittedTargetAstray,
         generation: Some(image.generation),
         ..lost(driver, target, Phase::Complete, error.into())
@@ -343,6 +340,16 @@ fn save(
         memory_planned,
     };
     Ok((committed, Afterwards::Suspended(suspended)))
+}
+
+/// The end of the save for the driver: the GPUs' memory is let go.
+fn complete(
+    around: Around<'_>,
+    begun: CheckpointingProcess,
+) -> Result<CheckpointedProcess, DriverError> {
+    around.custody.note(Step::Complete);
+    let call = "the driver's complete (cuCheckpointOperationComplete)";
+    watchdog::watch(call, watchdog::USUAL, || begun.complete())
 }
 
 /// A committed image, and what made it.
@@ -463,6 +470,8 @@ fn take_in_hand(
                 ..
             } => ExitCode::Preflight,
             DriverError::WrongState { .. } => ExitCode::NotOurs,
+            // It ended between the two looks.
+            _ if target.ends_within(DYING_TIMEOUT) => ExitCode::NothingToSave,
             _ => ExitCode::Preflight,
         };
         refused(code, error.into())
@@ -560,7 +569,7 @@ fn begin(
     }
     custody.must_not_be_unlocked();
     let call = "the driver's checkpoint (cuCheckpointProcessCheckpoint)";
-    let begun = watchdog::watch(call, BEGIN_USUAL, || locked.begin_checkpoint());
+    let begun = watchdog::watch(call, watchdog::USUAL, || locked.begin_checkpoint());
     begun.map_err(|mut error| {
         let unlocked = error.locked.take().map(|locked| {
             custody.may_be_locked();
@@ -764,6 +773,21 @@ fn resume(
     restore::bring_back(&surroundings, clock, driver, process, image, &[], || {})
         .map_err(astray)?;
     Ok(Instant::now())
+}
+
+/// A target that was to stay suspended has to be there. One that was to run on may have come to its end.
+fn must_be_as_asked(outcome: Outcome, then: Then) -> Result<Outcome, Failure> {
+    let is_gone = outcome.targets.iter().any(|target| target.state == "gone");
+    if !is_gone || then == Then::Resume {
+        return Ok(outcome);
+    }
+    let why = "the target died when its memory had been let go";
+    let code = ExitCode::CommittedTargetAstray;
+    Err(Failure {
+        generation: Some(outcome.generation),
+        targets: outcome.targets,
+        ..Failure::new(code, Phase::Complete, why)
+    })
 }
 
 fn report(

@@ -100,7 +100,7 @@ impl ExitCode {
             ExitCode::NothingToSave => "nothing to save",
             ExitCode::RolledBack => "nothing was saved, the target runs on",
             ExitCode::Spilled => "not in the store yet, sealed in the spill",
-            ExitCode::Lost => "failed after BEGIN, nothing preserved",
+            ExitCode::Lost => "nothing was preserved, and the target does not run",
             ExitCode::CommitUnknown => "commit unknown",
             ExitCode::CommittedTargetAstray => "committed, but the target is not as asked",
             ExitCode::Fenced => "another writer took the job",

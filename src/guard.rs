@@ -24,6 +24,9 @@ const ARM: u8 = b'a';
 const DISARM: u8 = b'd';
 const END: u8 = b'e';
 
+/// How long a guard that is not needed any more may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Pause between two looks at a target that may be locked yet.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
@@ -80,8 +83,16 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.tell(END);
-        // It ends at once.
-        let _status = self.child.wait();
+        // It ends at once; one that does not must not hold up a verdict.
+        let started = Instant::now();
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if started.elapsed() > END_TIMEOUT {
+                let _ended = self.child.kill();
+                let _status = self.child.wait();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{self, Sender};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{Access, FlockOperation, access, flock};
 use serde::{Deserialize, Serialize};
 
 use crate::target::Target;
@@ -161,8 +161,10 @@ enum Line {
 /// Where journals are kept unless the configuration says otherwise: a place that the node forgets when it boots.
 pub fn default_dir() -> PathBuf {
     let uid = rustix::process::getuid().as_raw();
+    // In a container it may be there to be read only.
+    let has_run = uid == 0 && access("/run", Access::WRITE_OK).is_ok();
     match std::env::var_os("XDG_RUNTIME_DIR") {
-        _ if uid == 0 => PathBuf::from("/run/ckptstream"),
+        _ if has_run => PathBuf::from("/run/ckptstream"),
         Some(dir) => PathBuf::from(dir).join("ckptstream"),
         None => std::env::temp_dir().join(format!("ckptstream-{uid}")),
     }

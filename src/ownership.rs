@@ -176,7 +176,15 @@ pub async fn wait_for_savers(
         let Some(saving) = log.save_under_way() else {
             return Ok(log);
         };
-        if while_saved == WhileSaved::TakeOver || saving.by.is_known_dead() {
+        if saving.by.is_known_dead() {
+            return Ok(log);
+        }
+        if while_saved == WhileSaved::TakeOver {
+            tracing::warn!(
+                "attempt {} to save job {job} is under way on {}, and is fenced: its image will not come into being",
+                saving.attempt,
+                saving.by.host
+            );
             return Ok(log);
         }
         let since = match &waiting {

@@ -44,6 +44,7 @@ use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 use crate::upkeep::pins;
+use crate::watchdog;
 use crate::writer::random_hex;
 use gpu_map::{GpuPairs, is_identity, map_gpus};
 use read::{
@@ -210,11 +211,13 @@ pub(crate) fn bring_back(
         clock.enter(Phase::Complete);
         custody.note(Step::RestoreComplete);
         custody.may_be_locked();
-        let locked = restoring.complete()?;
+        let call = "the driver's complete (cuCheckpointOperationComplete)";
+        let locked = watchdog::watch(call, watchdog::USUAL, || restoring.complete())?;
         failpoint::pass("restore:completed");
         before_unlock();
         clock.enter(Phase::Unlock);
-        locked.let_go()?;
+        let call = "the driver's unlock (cuCheckpointProcessUnlock)";
+        watchdog::watch(call, watchdog::USUAL, || locked.let_go())?;
         custody.must_not_be_unlocked();
         failpoint::pass("restore:unlocked");
         match RunningProcess::attach(driver, target.pid) {
@@ -290,7 +293,10 @@ impl<'a> Transfer<'a> {
             if !point.pass() {
                 return Err(PipelineError::Cancelled);
             }
-            let process = suspended.begin_restore(if is_identity(pairs) { &[] } else { pairs })?;
+            let pairs = if is_identity(pairs) { &[] } else { pairs };
+            let call = "the driver's restore (cuCheckpointProcessRestore)";
+            let process =
+                watchdog::watch(call, watchdog::USUAL, || suspended.begin_restore(pairs))?;
             failpoint::pass("restore:begun");
             let extents = match_extents(process.extents(), &gpus, &lanes)?;
             restoring = Some(process);

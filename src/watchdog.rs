@@ -6,6 +6,9 @@
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+/// What a driver call may take that waits for nobody: mapping and unmapping memory, mostly.
+pub const USUAL: Duration = Duration::from_secs(10);
+
 /// A call that is late is told of so often.
 const TELL_EVERY: Duration = Duration::from_secs(5);
 /// It is late when it takes so much longer than it should.

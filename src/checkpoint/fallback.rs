@@ -13,7 +13,7 @@ use std::error::Error;
 use std::time::{Duration, Instant};
 
 use super::spill::{SealedSave, Spill};
-use super::{Afterwards, Around, Committed, Then, look, lost};
+use super::{Afterwards, Around, Committed, Then, complete, look, lost};
 use crate::config::OnFailure;
 use crate::driver::CheckpointingProcess;
 use crate::error::{ExitCode, Failure, Phase, one_line};
@@ -42,7 +42,7 @@ pub(super) fn sealed(
         _ => Err(None),
     };
     around.custody.note(Step::Sealed);
-    let completed = begun.complete();
+    let completed = complete(around, begun);
     failpoint::pass("spill:completed");
     failure.code = ExitCode::Spilled;
     match (completed, may_be_given_back) {
@@ -139,7 +139,7 @@ pub(super) fn upload_afterwards(
     } = around;
     around.custody.note(Step::Sealed);
     clock.enter(Phase::Complete);
-    let completed = begun.complete();
+    let completed = complete(around, begun);
     failpoint::pass("spill:completed");
     let suspended_at = Instant::now();
     let afterwards = match (completed, around.then) {
