@@ -118,6 +118,7 @@ impl Row {
                 answer,
             },
             expected: self.expected.clone(),
+            leaves_uploads: false,
         }
     }
 }

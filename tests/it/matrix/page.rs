@@ -138,13 +138,17 @@ fn request(site: &Site, times: Times) -> Vec<String> {
         .map(str::to_owned)
         .to_vec();
     cells.extend(FAULTS.map(|(fault, _)| {
-        if site.has(fault) {
-            let expected = site.expected(fault, times);
-            each(&expected, |verdict| {
-                format!("{} {}", verdict.code, verdict.found)
-            })
+        if !site.has(fault) {
+            return "–".to_owned();
+        }
+        let expected = site.expected(fault, times);
+        let verdicts = each(&expected, |verdict| {
+            format!("{} {}", verdict.code, verdict.found)
+        });
+        if site.leaves_uploads(fault) {
+            format!("{verdicts} (to be told of the upload that stays, and is not)")
         } else {
-            "–".to_owned()
+            verdicts
         }
     }));
     cells

@@ -252,6 +252,11 @@ impl Site {
         }
     }
 
+    /// Whether it does otherwise than it should: it takes an answer for the store's that is not, leaves the upload open, and does not tell of it.
+    pub(super) fn leaves_uploads(&self, fault: Fault) -> bool {
+        self.op == "AbortMultipartUpload" && fault == Fault::EmptyBody
+    }
+
     /// Whether requests of this kind can fail so.
     pub(super) fn has(&self, fault: Fault) -> bool {
         fault.action(self.op).is_some()
@@ -289,6 +294,7 @@ impl Site {
             in_force: self.in_force,
             failing: Failing::Request,
             expected: self.expected(fault, times),
+            leaves_uploads: self.leaves_uploads(fault),
         })
     }
 }
