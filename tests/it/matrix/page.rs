@@ -44,7 +44,7 @@ Beside what the tables say, it holds in every cell that
 - the exit status, the JSON result and the last line on stderr agree, and the target is found as they tell it. A target that is found running computes on, and every digest that it prints is that of a job that nobody disturbed;
 - the job's images are those of before, and the new one with exit 0 and 14, and perhaps with 13. The new one verifies;
 - the driver's Complete is called once with 0 and 14, and never without a committed image; in a restore never before every chunk was copied. The driver's restore is asked for once, and never with 20;
-- an upload that stays open in the store is told of.
+- an upload that stays open in the store is told of, unless the table says that it is not.
 
 There is no spill, and no deadline.
 
