@@ -18,6 +18,8 @@ mod faults_driver;
 mod faults_store;
 /// The golden image, through the real binary.
 mod golden;
+/// Every failure, and what must follow.
+mod matrix;
 /// The memory budget, held against what the kernel counts.
 mod memory;
 /// The order of events, as the driver and the store see it.

@@ -92,6 +92,11 @@ impl S3Server {
         std::fs::rename(&new, &self.rules).expect("the rules file");
     }
 
+    /// Takes all requests so far off the log.
+    pub(crate) fn forget_requests(&self) {
+        std::fs::write(&self.log, "").expect("the request log");
+    }
+
     /// The requests of an operation (an S3 verb) that were answered so far, in the order of their ends.
     pub(crate) fn requests(&self, operation: &str) -> Vec<serde_json::Value> {
         let mut lines = self.all_requests();
