@@ -680,7 +680,7 @@ fn lost(
 
 /// The target's state as it is now, in the words of the JSON result.
 pub(crate) fn look(driver: &Driver, target: &Target) -> TargetState {
-    let state = match driver.state(target.pid) {
+    let state = match driver.state_for_a_verdict(target.pid) {
         Ok(state) if target.is_alive() => state.to_string(),
         Ok(_of_a_pid_used_again) => "gone".to_owned(),
         // A process that is being killed answers nothing, and is gone a moment later.

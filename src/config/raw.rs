@@ -450,7 +450,7 @@ mod tests {
             for key in *keys {
                 let value = match (*table, *key) {
                     ("driver", "gpu_map") => "{}",
-                    (_, "parallelism" | "threads") => "1",
+                    (_, "parallelism" | "threads" | "keep") => "1",
                     (_, "sign_payload") => "true",
                     _ => "\"x\"",
                 };

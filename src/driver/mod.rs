@@ -22,6 +22,7 @@ mod sys;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
 
@@ -33,6 +34,10 @@ pub use process::{
     BeginError, CheckpointedProcess, CheckpointingProcess, Extent, LockedProcess, RestoringProcess,
     RunningProcess,
 };
+
+/// How often a state on which a verdict depends is looked up, and the pause in between.
+const LOOKS: u32 = 3;
+const LOOK_PAUSE: Duration = Duration::from_millis(50);
 
 /// A result code of the driver, whether we know it or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -405,6 +410,22 @@ impl Driver {
             get_state(raw_pid(pid), &raw mut raw)
         })?;
         Ok(ProcessState::from_raw(raw))
+    }
+
+    /// The same, where a verdict depends on it: a look that fails is made again.
+    ///
+    /// # Errors
+    /// As [`Driver::state`], of the last look.
+    pub fn state_for_a_verdict(&self, pid: u32) -> Result<ProcessState, DriverError> {
+        let mut looks = 0;
+        loop {
+            let state = self.state(pid);
+            looks += 1;
+            if state.is_ok() || looks == LOOKS {
+                return state;
+            }
+            std::thread::sleep(LOOK_PAUSE);
+        }
     }
 
     /// Retains the primary context of every GPU (about 0.3 s and some hundred MiB each on hardware), all at once. They stay until the process ends: a

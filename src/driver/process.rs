@@ -22,10 +22,6 @@ use cudarc::driver::sys::{
 
 use super::{Driver, DriverError, GpuUuid, ProcessState, raw_pid, to_cu_uuid};
 
-/// How often a state on which much depends is looked up, and the pause in between.
-const LOOKS: u32 = 3;
-const LOOK_PAUSE: Duration = Duration::from_millis(50);
-
 /// A target that computes.
 #[derive(Debug)]
 pub struct RunningProcess {
@@ -194,7 +190,7 @@ impl LockedProcess {
                 extents,
             }),
             Err(source) => {
-                let state = look_patiently(&self.driver, self.pid);
+                let state = self.driver.state_for_a_verdict(self.pid);
                 let pid = self.pid;
                 let locked = matches!(state, Ok(ProcessState::Locked)).then(|| {
                     self.guard = true;
@@ -378,19 +374,6 @@ impl RestoringProcess {
             pid: self.pid,
             guard: true,
         })
-    }
-}
-
-/// The state decides whether a refused target is unlocked or given up, so a look that fails is made again.
-fn look_patiently(driver: &Driver, pid: u32) -> Result<ProcessState, DriverError> {
-    let mut looks = 0;
-    loop {
-        let state = driver.state(pid);
-        looks += 1;
-        if state.is_ok() || looks == LOOKS {
-            return state;
-        }
-        std::thread::sleep(LOOK_PAUSE);
     }
 }
 

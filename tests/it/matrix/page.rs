@@ -101,17 +101,15 @@ fn call(row: &Row) -> Vec<String> {
         Failure::Death => "comes when the target has died".to_owned(),
     };
     let behind = row.behind.map_or_else(String::new, |fault| {
-        format!(" after `{}`", fault.replace("=code:", "` answered `"))
+        let faults = fault.replace(";fault=", "` and `");
+        format!(" after `{}`", faults.replace("=code:", "` answered `"))
     });
-    let promised = row
-        .promised
-        .map_or_else(String::new, |promised| format!(" (promised is {promised})"));
     let exit = each(&row.expected, |verdict| verdict.code.to_string());
     vec![
         row.made_in.to_owned(),
         format!("`{}`{behind}", row.call),
         how,
-        exit + &promised,
+        exit,
         each(&row.expected, |verdict| verdict.phase.to_owned()),
         each(&row.expected, target),
     ]

@@ -182,9 +182,10 @@ const DATA: &str = ".zst";
 /// Reads of an object before those of its chunks: one for each seek table.
 const SEEK_TABLES: u32 = 2;
 
-pub(super) const SITES: [Site; 19] = [
+pub(super) const SITES: [Site; 23] = [
     before_lock("PutObject", "/attempt.json", "claim"),
     before_lock("GetObject", "/log/", "log"),
+    before_lock("PutObject", "/log/", "log entries before the lock"),
     before_lock("CreateMultipartUpload", DATA, "upload of a GPU"),
     Site {
         // What becomes of clean-up changes no verdict.
@@ -213,9 +214,13 @@ pub(super) const SITES: [Site; 19] = [
         ..at_commit("GetObject", "log entry whose answer was lost")
     },
     before_restore("read", "GetObject", "/log/", "log"),
+    before_restore("read", "PutObject", "/log/", "log entry that opens the job"),
+    before_restore("read", "PutObject", "/pins/", "pin"),
     before_restore("read", "GetObject", "/manifest.json", "manifest"),
     before_restore("read", "HeadObject", DATA, "data"),
     before_restore("read", "GetObject", ".frames.json", "frame table"),
+    // What cannot be deleted ages.
+    site(Command::Restore, "unlock", "DeleteObject", "/pins/", "pin"),
     before_restore("read", "GetObject", DATA, "seek table"),
     Site {
         first: SEEK_TABLES + 1,
