@@ -662,6 +662,8 @@ fn panicked(
             code: ExitCode::CommittedTargetAstray,
             ..lost(driver, target, phase, cause)
         },
+        // Given back, if it runs.
+        Phase::Unlock => not_begun(session, driver, target, phase, cause),
         _ => lost(driver, target, phase, cause),
     }
 }
@@ -770,8 +772,7 @@ fn resume(
         ..session.clone()
     };
     let process = (custody, suspended);
-    restore::bring_back(&surroundings, clock, driver, process, image, &[], || {})
-        .map_err(astray)?;
+    restore::bring_back(&surroundings, clock, driver, process, image, &[], None).map_err(astray)?;
     Ok(Instant::now())
 }
 

@@ -49,7 +49,11 @@ pub const SPILL: &[&str] = &[
 ];
 
 /// Of a save that is spilled and given back, beside those of a spilled save and of a restore.
-pub const GIVE_BACK: &[&str] = &["spill:unsealed", "give-back:running"];
+pub const GIVE_BACK: &[&str] = &[
+    "restore:locked for good",
+    "spill:unsealed",
+    "give-back:running",
+];
 
 /// Of a spilled save that is resumed.
 pub const RESUME: &[&str] = &[

@@ -100,6 +100,8 @@ pub enum Step {
     Begin,
     /// The save is sealed in the spill.
     Sealed,
+    /// The target is to get its memory back from the sealed save, whose seal is broken before it runs.
+    GiveBack,
     /// The image is committed.
     Committed {
         /// Its generation.

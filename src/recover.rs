@@ -30,6 +30,7 @@ use crate::job_log::{AppendError, Entry, JobLog, append};
 use crate::journal::{self, Found, Left, Step};
 use crate::sealed::{SPILL_DIRECTORY, Sealed};
 use crate::session::Session;
+use crate::store::Store;
 use crate::store::file::FileStore;
 use crate::target::Target;
 
@@ -232,7 +233,15 @@ impl Work<'_> {
             code,
         };
         match (deed, target) {
-            (Deed::Unlock, Some(target)) => self.unlock(&mut row, &target),
+            (Deed::Unlock, Some(target)) => match self.break_seal(&left, &durable) {
+                Ok(()) => self.unlock(&mut row, &target),
+                Err(why) => {
+                    row.verdict = format!(
+                        "it was to be given back, and would run while its save is sealed: {why}"
+                    );
+                    (row.code, row.next) = (ExitCode::Spilled, ExitCode::Spilled.next());
+                }
+            },
             (Deed::Nothing, Some(target)) if self.options.end && row.next == "end-process" => {
                 end(&mut row, &target);
             }
@@ -250,6 +259,29 @@ impl Work<'_> {
     fn state_of(&mut self, target: &Target) -> Option<ProcessState> {
         let driver = self.driver.get_or_insert_with(Driver::open).as_ref();
         driver.ok()?.state(target.pid).ok()
+    }
+
+    /// A target that was being given back must not run while its save can still become an image.
+    fn break_seal(&self, left: &Left, durable: &Durable) -> Result<(), String> {
+        let is_given_back = left.steps.contains(&Step::GiveBack);
+        let (true, true, Some(path), Some((attempt, _))) = (
+            is_given_back,
+            durable.is_sealed,
+            &left.head.spill,
+            attempt_of(left),
+        ) else {
+            return Ok(());
+        };
+        let job = JobName::new(&left.head.job).map_err(|error| error.to_string())?;
+        let key = Sealed::key(&job, attempt).map_err(|error| error.to_string())?;
+        let disk = FileStore::look_into_spill(path, SPILL_DIRECTORY);
+        match disk.map_err(|error| one_line(&error))? {
+            Some(disk) => {
+                let deleted = self.session.wait(disk.delete(&key));
+                deleted.map_err(|error| one_line(&error))
+            }
+            None => Ok(()),
+        }
     }
 
     fn unlock(&mut self, row: &mut Row, target: &Target) {
@@ -328,9 +360,11 @@ impl Work<'_> {
     }
 
     fn close(&self, row: &mut Row, left: Left, durable: &Durable) {
-        let (Some((attempt, next_slot)), None, false) =
-            (attempt_of(&left), durable.image, durable.is_sealed)
-        else {
+        let (Some((attempt, next_slot)), None, false) = (
+            attempt_of(&left),
+            durable.image,
+            durable.is_sealed && row.done != "unlocked",
+        ) else {
             return forget(row, left);
         };
         let closed = self.job_of(&left).and_then(|job| {

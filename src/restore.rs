@@ -160,7 +160,7 @@ fn put_back_chosen(
     failpoint::pass("restore:verified");
     let suspended_since = clock.enter(Phase::Restore);
     let process = (custody, suspended);
-    let loaded = bring_back(session, clock, &driver, process, image, &pairs, || {})?;
+    let loaded = bring_back(session, clock, &driver, process, image, &pairs, None)?;
     Ok(Outcome {
         skipped: chosen.skipped.clone(),
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
@@ -171,7 +171,8 @@ fn put_back_chosen(
     })
 }
 
-/// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked. `before_unlock` is called when the process has its memory, and does not run yet.
+/// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked. `must_come_before` is called when the process has its memory, and does
+/// not run yet; with it nobody unlocks the process before, whatever becomes of us.
 ///
 /// # Errors
 /// Exit 20 while the driver was not asked yet, 21 after.
@@ -182,7 +183,7 @@ pub(crate) fn bring_back(
     (custody, suspended): (&Custody, CheckpointedProcess),
     image: &Image,
     pairs: &[(GpuUuid, GpuUuid)],
-    before_unlock: impl FnOnce(),
+    must_come_before: Option<&mut dyn FnMut()>,
 ) -> Result<Loaded, Failure> {
     if clock.phase() != Phase::Restore {
         clock.enter(Phase::Restore);
@@ -210,11 +211,22 @@ pub(crate) fn bring_back(
         failpoint::pass("restore:all copied");
         clock.enter(Phase::Complete);
         custody.note(Step::RestoreComplete);
-        custody.may_be_locked();
+        if must_come_before.is_none() {
+            custody.may_be_locked();
+        }
         let call = "the driver's complete (cuCheckpointOperationComplete)";
         let locked = watchdog::watch(call, watchdog::USUAL, || restoring.complete())?;
+        let locked = match must_come_before {
+            None => locked,
+            Some(deed) => {
+                let locked = locked.stay_locked();
+                failpoint::pass("restore:locked for good");
+                deed();
+                custody.may_be_locked();
+                locked
+            }
+        };
         failpoint::pass("restore:completed");
-        before_unlock();
         clock.enter(Phase::Unlock);
         let call = "the driver's unlock (cuCheckpointProcessUnlock)";
         watchdog::watch(call, watchdog::USUAL, || locked.let_go())?;

@@ -27,6 +27,14 @@ use crate::resume::upload_sealed;
 /// How long the log may take to say that the job is still ours. A store that has just failed is not waited for.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// What says that the save is sealed, while the target is given back.
+enum Seal {
+    Whole,
+    MayBeBroken,
+    /// It could not be broken, and why.
+    Stays(String),
+}
+
 /// The store failed, and the spill has the save. What went wrong first stays the cause.
 pub(super) fn sealed(
     around: Around<'_>,
@@ -47,12 +55,25 @@ pub(super) fn sealed(
     failure.code = ExitCode::Spilled;
     match (completed, may_be_given_back) {
         (Ok(suspended), Ok(())) => {
+            around.custody.note(Step::GiveBack);
             let reading = spill.session(around.session);
-            let mut unsealed = Ok(());
-            let unseal = || unsealed = spill.unseal(around.session, save);
+            let mut seal = Seal::Whole;
+            let mut unseal = || {
+                seal = Seal::MayBeBroken;
+                if let Err(error) = spill.unseal(around.session, save) {
+                    seal = Seal::Stays(one_line(&error));
+                }
+            };
             let process = (around.custody, suspended);
-            let given =
-                restore::bring_back(&reading, clock, driver, process, &save.image, &[], unseal);
+            let given = restore::bring_back(
+                &reading,
+                clock,
+                driver,
+                process,
+                &save.image,
+                &[],
+                Some(&mut unseal),
+            );
             match given {
                 Ok(_loaded) => {
                     failpoint::pass("give-back:running");
@@ -60,13 +81,12 @@ pub(super) fn sealed(
                     failure
                         .notes
                         .push("the target was given its memory back".to_owned());
-                    match unsealed {
-                        Ok(()) => spill.clear_away(around.session),
-                        Err(error) => failure.attached.push(format!(
-                            "remove {} by hand, or a later `ckptstream resume` sets the job back: {}",
-                            spill.place_of(around.session, save),
-                            one_line(&error)
+                    match seal {
+                        Seal::Stays(why) => failure.attached.push(format!(
+                            "remove {} by hand, or a later `ckptstream resume` sets the job back: {why}",
+                            spill.place_of(around.session, save)
                         )),
+                        Seal::Whole | Seal::MayBeBroken => spill.clear_away(around.session),
                     }
                 }
                 Err(not_given) => {
@@ -74,6 +94,13 @@ pub(super) fn sealed(
                     failure
                         .attached
                         .push(format!("the target did not get its memory back: {why}"));
+                    if matches!(seal, Seal::MayBeBroken) {
+                        // Every byte was in by then: it is the target that has the memory, or nobody.
+                        failure.code = match look(driver, target).state.as_str() {
+                            "running" => ExitCode::RolledBack,
+                            _ => ExitCode::Lost,
+                        };
+                    }
                 }
             }
         }
@@ -147,7 +174,7 @@ pub(super) fn upload_afterwards(
         (Ok(suspended), Then::Resume) => {
             let reading = spill.session(session);
             let process = (around.custody, suspended);
-            restore::bring_back(&reading, clock, driver, process, &save.image, &[], || {}).map(
+            restore::bring_back(&reading, clock, driver, process, &save.image, &[], None).map(
                 |_loaded| Afterwards::Runs {
                     since: Instant::now(),
                 },

@@ -206,6 +206,13 @@ impl LockedProcess {
         }
     }
 
+    /// From now on dropping it does nothing.
+    #[must_use]
+    pub fn stay_locked(mut self) -> Self {
+        self.guard = false;
+        self
+    }
+
     /// Lets the target run on.
     ///
     /// # Errors

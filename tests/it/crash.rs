@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Mutex;
 
-use ckptstream::failpoint::{RESTORE, RESUME, SAVE, SPILL};
+use ckptstream::failpoint::{GIVE_BACK, RESTORE, RESUME, SAVE, SPILL};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -301,6 +301,64 @@ fn spilled_files(ground: &Ground, job: &str) -> usize {
 }
 
 #[test]
+fn a_give_back_that_dies_leaves_a_sealed_save_or_a_target_that_runs() {
+    let on_the_way = RESTORE
+        .iter()
+        .skip_while(|point| **point != "restore:prepared");
+    let sealed = ["spill:sealed", "spill:completed"];
+    for points in [
+        sealed.to_vec(),
+        on_the_way.copied().collect(),
+        GIVE_BACK.to_vec(),
+    ] {
+        let points: &'static [&'static str] = Box::leak(points.into_boxed_slice());
+        try_all(deaths(points), give_back);
+    }
+}
+
+fn give_back(ground: &Ground, death: Death) {
+    let job = ground.job();
+    let mut target = ground.target();
+    refuse_parts(ground);
+    let args = format!("checkpoint --then resume --pid {}", target.pid());
+    let run = ground.dies(&job, death, &args);
+    refuse_nothing(ground);
+    assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
+    // From the moment at which the seal is broken the target has its memory: it is let go by whoever is left.
+    let is_its_own = matches!(
+        death.point,
+        "spill:unsealed" | "restore:completed" | "restore:unlocked" | "give-back:running"
+    );
+    if is_its_own && !death.is_kill() {
+        assert_eq!(
+            (run.code, told(&run)),
+            (10, Some("running")),
+            "{death:?}: {run:?}"
+        );
+    } else if !death.is_kill() {
+        assert!([11, 12].contains(&run.code), "{death:?}: {run:?}");
+        assert_eq!(told(&run), Some(ground.scene.state_of(&target).as_str()));
+    }
+    let is_locked = death.point == "restore:locked for good";
+    if is_locked {
+        // Its memory is its own again: it may run, once nobody can make an image of the save any more.
+        let recover = format!("recover --pid {}", target.pid());
+        let recovered = ground.saver(&job).cli.ok(&recover);
+        assert_eq!(recovered["recovered"][0]["done"], "unlocked");
+    }
+    let runs = is_its_own || is_locked;
+    if runs {
+        ground.scene.must_compute_on(&mut target);
+        ground.must_have_computed_rightly(target);
+    }
+    let resumed = ground.saver(&job).cli.run("resume");
+    let expected = if runs { 7 } else { 0 };
+    assert_eq!(resumed.code, expected, "{death:?}: {run:?} {resumed:?}");
+    let images = ground.must_be_sound(&job, death);
+    assert_eq!(images, 1 + usize::from(!runs), "{death:?}");
+}
+
+#[test]
 fn a_resume_that_dies_is_taken_up_again() {
     try_all(deaths(RESUME), resume);
 }
@@ -373,9 +431,10 @@ fn restore(ground: &Ground, death: Death) {
 type Try = fn(&Ground, Death);
 
 /// Where a trial may happen, and what tries it.
-const SCENES: [(&[&str], Try); 4] = [
+const SCENES: [(&[&str], Try); 5] = [
     (SAVE, save),
     (SPILL, spill),
+    (GIVE_BACK, give_back),
     (RESUME, resume),
     (RESTORE, restore),
 ];
