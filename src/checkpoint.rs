@@ -276,7 +276,7 @@ fn save(
 
     let has_place = spill.is_some() && around.on_failure != OnFailure::Hold;
     if !has_place && around.on_failure != OnFailure::Abandon {
-        session.store_after_begin.hold();
+        session.store_after_begin.hold(true);
     }
     if let (Some(spill), SpillWhen::Always) = (spill, session.config.spill.when) {
         clock.enter(Phase::Spill);
@@ -295,12 +295,14 @@ fn save(
             Err(error) => {
                 let why = crate::error::one_line(error.as_ref());
                 tracing::warn!("the spill failed, so the save goes to the store at once: {why}");
+                session.try_until_the_deadline();
             }
         }
     }
 
     let kept = keep(around, clock, &begun, &mut memory);
     session.try_until_the_deadline();
+    session.store_after_begin.hold(false);
     let Kept {
         image,
         landed,
@@ -700,7 +702,7 @@ fn expect_still(driver: &Driver, target: &Target, needed: ProcessState) -> Resul
     if !target.is_alive() {
         return Err(VoidError::Died { pid: target.pid });
     }
-    match driver.state(target.pid) {
+    match driver.state_for_a_verdict(target.pid) {
         Ok(found) if found == needed => Ok(()),
         Ok(found) => Err(VoidError::State {
             pid: target.pid,

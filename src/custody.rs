@@ -54,7 +54,8 @@ impl Custody {
         };
         let journal = Journal::open(&config.state_dir(), &target, head)?;
         let guard = session.guard.as_deref();
-        let guard = guard.and_then(|program| Self::start_guard(session, program, &target));
+        let guard =
+            guard.and_then(|program| Self::start_guard(session, program, &target, &journal));
         Ok(Self {
             target,
             journal,
@@ -62,10 +63,15 @@ impl Custody {
         })
     }
 
-    fn start_guard(session: &Session, program: &Path, target: &Target) -> Option<Guard> {
+    fn start_guard(
+        session: &Session,
+        program: &Path,
+        target: &Target,
+        journal: &Journal,
+    ) -> Option<Guard> {
         // A lock that was granted to the dead comes within its own timeout, or not at all.
         let patience = session.config.driver.lock_timeout;
-        match Guard::start(program, target, patience) {
+        match Guard::start(program, target, journal.path(), patience) {
             Ok(guard) => Some(guard),
             Err(error) => {
                 tracing::warn!(
@@ -84,6 +90,11 @@ impl Custody {
     /// Writes down a step that is taken in any case.
     pub(crate) fn note(&self, step: Step) {
         self.journal.note(step);
+    }
+
+    /// What was noted is written, within reason.
+    pub(crate) fn flush(&self) {
+        self.journal.flush();
     }
 
     /// From now on the target may be locked, with its memory its own: it is to be unlocked if we die.

@@ -17,6 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::driver::{Driver, DriverError, LockedProcess, ProcessState};
+use crate::journal::lock_named;
 use crate::target::{Target, TargetError};
 
 /// The letters.
@@ -38,15 +39,22 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Starts `program guard` for this target. A lock that was asked for may come so late.
+    /// Starts `program guard` for this target, whose journal we hold. A lock that was asked for may come so late.
     ///
     /// # Errors
     /// Those of starting a process.
-    pub fn start(program: &Path, target: &Target, patience: Duration) -> io::Result<Self> {
+    pub fn start(
+        program: &Path,
+        target: &Target,
+        journal: &Path,
+        patience: Duration,
+    ) -> io::Result<Self> {
         let mut child = Command::new(program)
             .arg("guard")
             .args(["--pid", &target.pid.to_string()])
             .args(["--start-time", &target.start_time.to_string()])
+            .arg("--journal")
+            .arg(journal)
             .args(["--patience-ms", &patience.as_millis().to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -119,6 +127,9 @@ pub enum GuardError {
         /// The pid.
         pid: u32,
     },
+    /// The journal cannot be looked at.
+    #[error("the target's journal cannot be looked at")]
+    Journal(#[from] io::Error),
     /// The driver.
     #[error("the target was not unlocked")]
     Driver(#[from] DriverError),
@@ -130,8 +141,8 @@ pub enum GuardError {
 /// [`GuardError`]: the target may be locked still.
 pub fn guard(
     letters: &mut dyn Read,
-    pid: u32,
-    start_time: u64,
+    (pid, start_time): (u32, u64),
+    journal: &Path,
     patience: Duration,
 ) -> Result<Guarded, GuardError> {
     let target = Target::look(pid)?;
@@ -147,17 +158,22 @@ pub fn guard(
         if !target.is_alive() {
             return Ok(Guarded::NotLocked);
         }
-        match driver.state(pid)? {
-            ProcessState::Locked => {
+        // Somebody else may have taken the target in hand by now: then its lock is theirs.
+        let Some(held) = lock_named(journal)? else {
+            return Ok(Guarded::NotLocked);
+        };
+        match driver.state(pid) {
+            Ok(ProcessState::Locked) => {
                 LockedProcess::attach(&driver, pid)?.let_go()?;
                 return Ok(Guarded::Unlocked);
             }
             // The driver may grant the lock to the dead yet.
-            ProcessState::Running if started.elapsed() < patience => {
-                std::thread::sleep(LOOK_EVERY);
-            }
-            _ => return Ok(Guarded::NotLocked),
+            Ok(ProcessState::Running) | Err(_) if started.elapsed() < patience => {}
+            Ok(_) => return Ok(Guarded::NotLocked),
+            Err(error) => return Err(error.into()),
         }
+        drop(held);
+        std::thread::sleep(LOOK_EVERY);
     }
 }
 

@@ -421,11 +421,19 @@ impl JobLog {
         None
     }
 
-    /// A writer other than this one opened the job in this slot or later.
+    /// A writer other than this one opened the job in this slot or later, and has not given it up.
     pub fn opened_by_another(&self, from_slot: u64, writer: &str) -> Option<(u64, &Entry)> {
         self.entries().find(|(slot, entry)| {
-            *slot >= from_slot && matches!(entry, Entry::Open { writer: other } if other != writer)
+            let is_later = *slot >= from_slot;
+            is_later
+                && matches!(entry, Entry::Open { writer: other } if other != writer && !self.is_dropped(other))
         })
+    }
+
+    /// Some entry cannot be read by this version: it may be anything.
+    pub fn has_unreadable(&self) -> bool {
+        let mut entries = self.entries.iter();
+        entries.any(|entry| matches!(entry, Entry::Unknown { .. } | Entry::Damaged { .. }))
     }
 
     /// The job ended by itself, and nobody has taken it since.

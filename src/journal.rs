@@ -12,8 +12,8 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::mpsc::{self, Sender};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::{Access, FlockOperation, access, flock};
@@ -144,11 +144,13 @@ pub enum JournalError {
     },
 }
 
-/// The journal of one target, ours as long as this lives.
+/// The journal of one target, ours as long as this lives. Before the first step the file holds what an earlier owner left, who died: whoever is refused has not changed anything.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
     file: File,
+    /// The first line, until it is written.
+    head: Mutex<Option<Head>>,
     /// Of the thread that writes after BEGIN, once it is there.
     later: Mutex<Option<Sender<Line>>>,
 }
@@ -173,7 +175,7 @@ pub fn default_dir() -> PathBuf {
 }
 
 impl Journal {
-    /// Opens the journal of a target. What an earlier owner left there, who died, is overwritten: whoever takes the target in hand again looks at it first.
+    /// Opens the journal of a target.
     ///
     /// # Errors
     /// Any [`JournalError`].
@@ -191,24 +193,34 @@ impl Journal {
         };
         let file = lock_named(&path).map_err(failed)?;
         let Some(file) = file else {
-            let by = read(&path)
-                .ok()
-                .map(|(head, _)| format!("ckptstream {} (process {})", head.command, head.by.pid));
+            // Before its first step the file still tells of an earlier owner.
+            let head = read(&path).ok().map(|(head, _)| head);
+            let by = head
+                .filter(|head| !head.by.is_known_dead())
+                .map(|head| format!("ckptstream {} (process {})", head.command, head.by.pid));
             return Err(JournalError::Held {
                 pid: target.pid,
                 by,
             });
         };
-        file.set_len(0).map_err(failed)?;
-        let journal = Self {
-            path: path.clone(),
+        Ok(Self {
+            path,
             file,
+            head: Mutex::new(Some(head(record))),
             later: Mutex::new(None),
-        };
-        let head = serde_json::to_string(&head(record)).map_err(io::Error::from);
-        head.and_then(|head| journal.write_line(&head))
-            .map_err(failed)?;
-        Ok(journal)
+        })
+    }
+
+    /// The first step is taken: from now on the file is about us.
+    fn begin(&self) -> io::Result<()> {
+        let mut head = self.head.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(first) = head.as_ref() {
+            let line = serde_json::to_string(first)?;
+            self.file.set_len(0)?;
+            self.write_line(&line)?;
+            *head = None;
+        }
+        Ok(())
     }
 
     /// Writes a step down, up to BEGIN.
@@ -217,7 +229,10 @@ impl Journal {
     /// [`JournalError::Io`]: then the step must not be taken.
     pub fn step(&self, step: &Step) -> Result<(), JournalError> {
         let line = serde_json::to_string(step).map_err(io::Error::from);
-        let written = line.and_then(|line| self.write_line(&line));
+        let written = line.and_then(|line| {
+            self.begin()?;
+            self.write_line(&line)
+        });
         written.map_err(|source| JournalError::Io {
             path: self.path.clone(),
             source,
@@ -226,10 +241,13 @@ impl Journal {
 
     /// Writes a step down that is taken in any case. Nobody waits for it.
     pub fn note(&self, step: Step) {
-        let mut later = self
-            .later
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut later = self.later.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = self.begin() {
+            tracing::warn!(
+                "the journal {} is not up to date: {error}",
+                self.path.display()
+            );
+        }
         if later.is_none() {
             *later = self.write_on_a_thread();
         }
@@ -273,12 +291,14 @@ impl Journal {
         write_line(&self.file, line)
     }
 
+    /// Its file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Waits until what was noted is written, within reason.
     pub fn flush(&self) {
-        let later = self
-            .later
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let later = self.later.lock().unwrap_or_else(PoisonError::into_inner);
         let (told, flushed) = mpsc::channel();
         if let Some(lines) = &*later
             && lines.send(Line::Flushed(told)).is_ok()
@@ -288,9 +308,18 @@ impl Journal {
         }
     }
 
-    /// Nothing is left behind: the file goes.
+    /// Nothing of ours is left behind: the file goes, unless it tells of an earlier owner still.
     pub fn end(self) {
         self.flush();
+        let is_about_us = self
+            .head
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_none();
+        let is_empty = self.file.metadata().is_ok_and(|found| found.len() == 0);
+        if !is_about_us && !is_empty {
+            return;
+        }
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!("the journal {} stays: {error}", self.path.display());
         }
@@ -298,8 +327,8 @@ impl Journal {
 }
 
 fn write_line(mut file: &File, line: &str) -> io::Result<()> {
-    file.write_all(format!("{line}\n").as_bytes())?;
-    file.sync_data()
+    // It has to outlive this process, not the node: nothing is synced while a target is locked.
+    file.write_all(format!("{line}\n").as_bytes())
 }
 
 fn make_dir(dir: &Path) -> Result<(), JournalError> {
@@ -308,9 +337,16 @@ fn make_dir(dir: &Path) -> Result<(), JournalError> {
         source,
     };
     match DirBuilder::new().mode(0o700).recursive(true).create(dir) {
-        Ok(()) => {}
-        Err(error) => return Err(io_error(error)),
+        Ok(()) => must_be_ours(dir),
+        Err(error) => Err(io_error(error)),
     }
+}
+
+fn must_be_ours(dir: &Path) -> Result<(), JournalError> {
+    let io_error = |source: io::Error| JournalError::Io {
+        path: dir.to_owned(),
+        source,
+    };
     let found = fs::symlink_metadata(dir).map_err(io_error)?;
     let is_ours = found.uid() == rustix::process::getuid().as_raw();
     // What others may write to they may have prepared for us.
@@ -323,8 +359,11 @@ fn make_dir(dir: &Path) -> Result<(), JournalError> {
     }
 }
 
-/// The file of this name, locked; `None` when somebody else has it.
-fn lock_named(path: &Path) -> io::Result<Option<File>> {
+/// The file of this name, locked; `None` when somebody else has it. It is made if it is not there.
+///
+/// # Errors
+/// Those of the file system.
+pub fn lock_named(path: &Path) -> io::Result<Option<File>> {
     loop {
         let file = OpenOptions::new()
             .read(true)
@@ -396,6 +435,7 @@ pub fn all(dir: &Path) -> Result<Vec<Found>, JournalError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.map_err(io_error)?,
     };
+    must_be_ours(dir)?;
     let mut paths = Vec::new();
     for entry in entries {
         let path = entry.map_err(io_error)?.path();
@@ -515,6 +555,13 @@ mod tests {
         assert_eq!(left.steps, steps);
         // Nobody else comes to the target meanwhile.
         assert!(Journal::open(&dir, &target, head).is_err());
+        drop(left);
+        // Whoever is refused leaves it as it was.
+        Journal::open(&dir, &target, head).unwrap().end();
+        let Some(Found::Dead(left)) = all(&dir).unwrap().pop() else {
+            panic!("it is gone")
+        };
+        assert_eq!(left.steps, steps);
         left.settle().unwrap();
         assert!(all(&dir).unwrap().is_empty());
         Journal::open(&dir, &target, head).unwrap().end();

@@ -127,6 +127,24 @@ impl Ownership {
         })
     }
 
+    /// The log, at least up to our own entry.
+    pub fn log(&self) -> &JobLog {
+        &self.log
+    }
+
+    /// Says that nothing came of it: then our `open` fences nobody who looks at the log from now on.
+    ///
+    /// # Errors
+    /// [`OwnershipError::Append`].
+    pub async fn give_up(&self, store: &dyn Store) -> Result<(), OwnershipError> {
+        let dropped = Entry::Dropped {
+            writer: self.writer.clone(),
+            attempt: self.writer.clone(),
+        };
+        append(store, &self.job, self.next_slot, &dropped, &|_there| false).await?;
+        Ok(())
+    }
+
     /// Reads on, and makes sure that nobody has opened the job after us.
     ///
     /// # Errors
@@ -144,10 +162,10 @@ impl Ownership {
     }
 }
 
-/// Appends our `open`, whatever stands in the way. Its slot.
+/// Appends our `open`, whoever else has opened the job. Its slot.
 ///
 /// # Errors
-/// [`AppendError`], never of being fenced.
+/// [`AppendError`]; fenced only when we were given up already.
 pub async fn open(
     store: &dyn Store,
     job: &JobName,
@@ -157,7 +175,10 @@ pub async fn open(
     let entry = Entry::Open {
         writer: writer.to_owned(),
     };
-    append(store, job, from_slot, &entry, &|_there| false).await
+    // A writer is given up under its nonce: who is, must not begin.
+    let is_given_up =
+        |there: &Entry| matches!(there, Entry::Dropped { attempt, .. } if attempt == writer);
+    append(store, job, from_slot, &entry, &is_given_up).await
 }
 
 /// The log, once no save of another writer is under way, or once it is not to be waited for.

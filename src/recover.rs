@@ -32,7 +32,8 @@ use crate::sealed::{SPILL_DIRECTORY, Sealed};
 use crate::session::Session;
 use crate::store::Store;
 use crate::store::file::FileStore;
-use crate::target::Target;
+use crate::target::{Target, TargetError};
+use crate::writer::ProcessIdentity;
 
 /// How long the store may take to say one thing; `recover` is for people who wait.
 const STORE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -49,6 +50,8 @@ pub struct RecoverOptions {
 /// Every target that was looked at.
 #[derive(Debug, Serialize)]
 pub struct Recovered {
+    /// Where journals are kept (`job.state_dir`).
+    pub state_dir: String,
     /// In order of their journals.
     #[serde(rename = "recovered")]
     pub targets: Vec<Row>,
@@ -133,7 +136,10 @@ pub fn recover(
             targets.push(work.look(found));
         }
     }
-    Ok(Recovered { targets })
+    Ok(Recovered {
+        state_dir: dir.display().to_string(),
+        targets,
+    })
 }
 
 struct Work<'a> {
@@ -152,8 +158,10 @@ struct Durable {
     is_sealed: bool,
     /// Who has the job since.
     opened_since: Option<String>,
-    /// Why the log says nothing.
+    /// Why the log, or the spill, says nothing.
     unknown: Option<String>,
+    /// It may be sealed for all that is known.
+    may_be_sealed: bool,
 }
 
 /// What there is to be done.
@@ -209,6 +217,21 @@ impl Work<'_> {
 
     fn dead(&mut self, left: Left) -> Row {
         let recorded = &left.head.target;
+        if let Err(why) = can_be_looked_at(&left) {
+            return Row {
+                pid: recorded.pid,
+                name: recorded.name.clone(),
+                state: "unknown".to_owned(),
+                job: left.head.job.clone(),
+                command: left.head.command.clone(),
+                attempt: attempt_of(&left).map(|(attempt, _)| attempt.to_owned()),
+                image: None,
+                done: "nothing",
+                verdict: why,
+                next: "human",
+                code: ExitCode::Preflight,
+            };
+        }
         let target = Target::look(recorded.pid)
             .ok()
             .filter(|target| recorded.is(target));
@@ -263,23 +286,23 @@ impl Work<'_> {
 
     /// A target that was being given back must not run while its save can still become an image.
     fn break_seal(&self, left: &Left, durable: &Durable) -> Result<(), String> {
-        let is_given_back = left.steps.contains(&Step::GiveBack);
-        let (true, true, Some(path), Some((attempt, _))) = (
-            is_given_back,
-            durable.is_sealed,
-            &left.head.spill,
-            attempt_of(left),
-        ) else {
+        let (true, Some(path), Some((attempt, _))) =
+            (durable.is_sealed, &left.head.spill, attempt_of(left))
+        else {
             return Ok(());
         };
         let job = JobName::new(&left.head.job).map_err(|error| error.to_string())?;
         let key = Sealed::key(&job, attempt).map_err(|error| error.to_string())?;
         let disk = FileStore::look_into_spill(path, SPILL_DIRECTORY);
         match disk.map_err(|error| one_line(&error))? {
-            Some(disk) => {
-                let deleted = self.session.wait(disk.delete(&key));
+            Some(disk) => self.session.wait(async {
+                let claim = disk.claim(job.as_str()).await;
+                let claim = claim.map_err(|error| one_line(&error))?;
+                // Whoever resumes it now makes an image of it.
+                let _claim = claim.ok_or("another save or resume uses the spill")?;
+                let deleted = disk.delete(&key).await;
                 deleted.map_err(|error| one_line(&error))
-            }
+            }),
             None => Ok(()),
         }
     }
@@ -316,11 +339,12 @@ impl Work<'_> {
                 return durable;
             }
         };
-        if let Some(path) = &left.head.spill
-            && let Ok(Some(disk)) = FileStore::look_into_spill(path, SPILL_DIRECTORY)
-        {
-            let sealed = self.session.wait(Sealed::read(&disk, &job, attempt));
-            durable.is_sealed = matches!(sealed, Ok(Some(_)));
+        match self.is_sealed(left, &job, attempt) {
+            Ok(is_sealed) => durable.is_sealed = is_sealed,
+            Err(why) => {
+                durable.may_be_sealed = true;
+                durable.unknown = Some(why);
+            }
         }
         let store = &*self.session.store;
         let log = self
@@ -346,6 +370,26 @@ impl Work<'_> {
             .opened_by_another(next_slot, attempt)
             .map(|(_slot, there)| there.describe());
         durable
+    }
+
+    /// Whether the spill has the save whole. Where it cannot be looked at, it may.
+    fn is_sealed(&self, left: &Left, job: &JobName, attempt: &str) -> Result<bool, String> {
+        let Some(path) = &left.head.spill else {
+            return Ok(false);
+        };
+        let disk = FileStore::look_into_spill(path, SPILL_DIRECTORY);
+        let Some(disk) = disk.map_err(|error| one_line(&error))? else {
+            return Ok(false);
+        };
+        let reading = Sealed::read(&disk, job, attempt);
+        let read = self
+            .session
+            .wait(async { tokio::time::timeout(STORE_TIMEOUT, reading).await });
+        match read {
+            Ok(Ok(sealed)) => Ok(sealed.is_some()),
+            Ok(Err(error)) => Err(one_line(&error)),
+            Err(_elapsed) => Err(format!("{} does not answer", path.display())),
+        }
     }
 
     /// The journal's job, when its store is the one that we know.
@@ -437,6 +481,30 @@ fn end(row: &mut Row, target: &Target) {
     }
 }
 
+/// A target of another node, or of another pid namespace, is not gone because its pid is not here.
+fn can_be_looked_at(left: &Left) -> Result<(), String> {
+    let (by, recorded) = (&left.head.by, &left.head.target);
+    let ours = ProcessIdentity::ours().map_err(|error| one_line(&error))?;
+    if recorded.boot_id != ours.boot_id {
+        // Of this node, it ended with that boot.
+        return match by.host == ours.host {
+            true => Ok(()),
+            false => Err(format!(
+                "it is on {}; run `ckptstream recover` there",
+                by.host
+            )),
+        };
+    }
+    if by.pid_namespace != ours.pid_namespace {
+        let why = "it is in another pid namespace; run `ckptstream recover` in the container that it runs in, or on its node";
+        return Err(why.to_owned());
+    }
+    match Target::look(recorded.pid) {
+        Err(error @ TargetError::Look { .. }) => Err(one_line(&error)),
+        _ => Ok(()),
+    }
+}
+
 /// The save, and the slot of the log from which others may have come.
 fn attempt_of(left: &Left) -> Option<(&str, u64)> {
     left.steps.iter().find_map(|step| match step {
@@ -469,6 +537,16 @@ fn judge(
             Step::Lock | Step::Unlock | Step::Begin | Step::RestoreComplete
         )
     });
+    // The notes are written behind the steps: one of the three is there.
+    let is_given_back = !is_restore
+        && left
+            .steps
+            .iter()
+            .any(|step| matches!(step, Step::GiveBack | Step::Restore | Step::RestoreComplete))
+        && !left
+            .steps
+            .iter()
+            .any(|step| matches!(step, Step::Committed { .. }));
     let copy = match durable {
         Durable {
             image: Some(generation),
@@ -492,8 +570,22 @@ fn judge(
     match (state, copy) {
         (None, Some((ExitCode::Spilled, told))) => (Deed::Nothing, ExitCode::Spilled, told),
         (None, Some((_, told))) => (Deed::Forget, ExitCode::Ok, told),
+        (None, None) if durable.may_be_sealed => (
+            Deed::Nothing,
+            ExitCode::RolledBack,
+            format!("the target is gone, and {unknown}"),
+        ),
         (None, None) => (Deed::Close, ExitCode::Ok, "the target is gone".to_owned()),
         (Some(Some(S::Running)), _) => (Deed::Close, ExitCode::Ok, "the target runs".to_owned()),
+        (Some(Some(S::Locked)), _) if is_given_back && durable.opened_since.is_some() => {
+            let told = "the target was to be given back, and the job lives elsewhere since: it must not run";
+            (Deed::Nothing, ExitCode::Fenced, told.to_owned())
+        }
+        (Some(Some(S::Locked)), _) if is_given_back && durable.unknown.is_some() => (
+            Deed::Nothing,
+            ExitCode::Preflight,
+            format!("the target was to be given back, and {unknown}"),
+        ),
         (Some(Some(S::Locked)), _) if was_locked => (
             Deed::Unlock,
             ExitCode::Ok,

@@ -47,9 +47,7 @@ use crate::upkeep::pins;
 use crate::watchdog;
 use crate::writer::random_hex;
 use gpu_map::{GpuPairs, is_identity, map_gpus};
-use read::{
-    LoadFailed, SealedSave, lanes, load_nowhere, load_plan, open_image, resources, sealed_save,
-};
+use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources};
 
 pub use read::{cat, verify};
 pub(crate) use read::{outcome_of, plan_code};
@@ -130,8 +128,11 @@ fn put_back(
     let chosen = read?;
     failpoint::pass("restore:image read");
     let done = put_back_chosen(session, clock, custody, wanted, &chosen, held);
-    if let Some(pin) = &chosen.pin {
+    if let Some(Taken { ours, pin }) = &chosen.taken {
         unpin(session, pin);
+        if done.is_err() {
+            give_up_the_job(session, ours);
+        }
     }
     done
 }
@@ -191,8 +192,14 @@ pub(crate) fn bring_back(
     let target = &custody.target;
     let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
-    let transfer = Transfer::prepare(session, driver, image, pairs, &point).map_err(refused)?;
-    failpoint::pass("restore:prepared");
+    let prepare = AssertUnwindSafe(|| {
+        let transfer = Transfer::prepare(session, driver, image, pairs, &point)?;
+        failpoint::pass("restore:prepared");
+        Ok(transfer)
+    });
+    let transfer = catch_unwind(prepare)
+        .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()))
+        .map_err(refused)?;
     custody.note(Step::Restore);
     let run = AssertUnwindSafe(|| transfer.run(driver, suspended, pairs, &point));
     let done = catch_unwind(run)
@@ -435,6 +442,17 @@ enum CheckError {
         image_id(*newest)
     )]
     NotTheNewest { generation: u64, newest: u64 },
+    #[error(
+        "attempt {attempt} to save the process began on {host} after image {}, and what became of it is not known ({place}): the process may be newer than the image; \
+         run `ckptstream resume` or `ckptstream recover` there first, or give --into-fresh for a process that came up suspended on purpose",
+        image_id(*generation)
+    )]
+    SavedSince {
+        generation: u64,
+        attempt: String,
+        host: String,
+        place: String,
+    },
     #[error("image {} was pruned while it was opened; restore again", image_id(*generation))]
     Dropped { generation: u64 },
     #[error("the image was captured in {mode} mode, which this version cannot restore")]
@@ -458,15 +476,38 @@ fn must_be_the_newest(
     image: &Image,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
     let log = session.wait(JobLog::read(&*session.store, &session.config.job))?;
-    let is_image = |entry: &Entry| matches!(entry, Entry::Image(_));
-    let newest = log.entries().rev().find(|(_, entry)| is_image(entry));
-    match newest {
-        Some((newest, _)) if newest != image.generation => Err(CheckError::NotTheNewest {
+    // What cannot be read may be an image.
+    let may_be_image = |entry: &Entry| {
+        matches!(
+            entry,
+            Entry::Image(_) | Entry::Unknown { .. } | Entry::Damaged { .. }
+        )
+    };
+    let newest = log.entries().rev().find(|(_, entry)| may_be_image(entry));
+    if let Some((newest, _)) = newest.filter(|(newest, _)| *newest != image.generation) {
+        return Err(CheckError::NotTheNewest {
             generation: image.generation,
             newest,
         }
+        .into());
+    }
+    // Nor must a save have begun since that may be sealed somewhere: the process may be as that one left it.
+    let since = log.entries().rev().find_map(|(slot, entry)| match entry {
+        Entry::Saving(saving) if slot > image.generation => Some(saving),
+        _ => None,
+    });
+    match since.filter(|saving| !log.is_dropped(&saving.attempt)) {
+        Some(saving) => Err(CheckError::SavedSince {
+            generation: image.generation,
+            attempt: saving.attempt.clone(),
+            host: saving.by.host.clone(),
+            place: saving
+                .spill
+                .clone()
+                .unwrap_or_else(|| "no spill".to_owned()),
+        }
         .into()),
-        _ => Ok(()),
+        None => Ok(()),
     }
 }
 
@@ -476,55 +517,92 @@ struct Chosen {
     image: Image,
     /// The newer ones that were passed over.
     skipped: Vec<String>,
-    /// What keeps `prune` from removing it.
-    pin: Option<Key>,
+    /// `None` of one that is only read.
+    taken: Option<Taken>,
 }
 
-/// Opens the job, then chooses: an image that is committed later is not overlooked, because whoever could commit it is fenced.
+/// The job is ours.
+struct Taken {
+    ours: Ownership,
+    /// What keeps `prune` from removing the image.
+    pin: Key,
+}
+
+/// Chooses, opens the job, and chooses again if the log has grown: an image that is committed meanwhile is not overlooked, and none can be later, because whoever could commit it is fenced.
 fn read_image(session: &Session, wanted: Wanted) -> Result<Chosen, Failure> {
-    let is_named = matches!(wanted.image, ImageRef::Generation(_));
-    // An older image under a newer host memory computes on wrong; and nobody means an older one who does not name it.
-    let must_not_be_sealed = |sealed: Option<SealedSave>| match sealed {
-        Some(sealed) if !(is_named && wanted.into_fresh) => {
-            Err(refused(Phase::Read, sealed.into()))
-        }
-        _ => Ok(()),
-    };
-    let mut ours = None;
-    if !wanted.read_only {
-        must_not_be_sealed(sealed_save(session))?;
-        ours = take_the_job(session, wanted.while_saved)?;
+    let chosen = choose(session, wanted)?;
+    if wanted.read_only {
+        let (image, skipped) = chosen;
+        return Ok(Chosen {
+            image,
+            skipped,
+            taken: None,
+        });
     }
+    let mut ours = take_the_job(session, wanted.while_saved)?;
+    match pin_what_is_chosen(session, wanted, &mut ours, chosen) {
+        Ok((image, skipped, pin)) => Ok(Chosen {
+            image,
+            skipped,
+            taken: Some(Taken { ours, pin }),
+        }),
+        Err(failure) => {
+            give_up_the_job(session, &ours);
+            Err(failure)
+        }
+    }
+}
+
+/// The image that is wanted, and the newer ones that were passed over.
+fn choose(session: &Session, wanted: Wanted) -> Result<(Image, Vec<String>), Failure> {
+    let is_named = matches!(wanted.image, ImageRef::Generation(_));
     let (image, skipped, sealed) = open_image(session, wanted.image)?;
-    must_not_be_sealed(sealed)?;
+    // An older image under a newer host memory computes on wrong; and nobody means an older one who does not name it.
+    if let Some(sealed) = sealed.filter(|_| !(is_named && wanted.into_fresh)) {
+        return Err(refused(Phase::Read, sealed.into()));
+    }
     if !wanted.into_fresh {
         must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
     }
-    let mut pin = None;
-    if let Some(ours) = &mut ours {
-        let put = pin_and_look(session, ours, &image);
-        pin = Some(put?);
-    }
-    Ok(Chosen {
-        image,
-        skipped,
-        pin,
-    })
+    Ok((image, skipped))
 }
 
-/// `None` where there is no image to be had: then it is not taken for nothing, and what there is instead is told by whoever opens it.
-fn take_the_job(session: &Session, while_saved: WhileSaved) -> Result<Option<Ownership>, Failure> {
+/// What was committed until the job was opened is seen now, and nothing can be any more: the choice is made again if there is something newer.
+fn pin_what_is_chosen(
+    session: &Session,
+    wanted: Wanted,
+    ours: &mut Ownership,
+    (image, skipped): (Image, Vec<String>),
+) -> Result<(Image, Vec<String>, Key), Failure> {
+    let newest = ours.log().images().first().map(|(newest, _)| *newest);
+    let is_latest = matches!(wanted.image, ImageRef::Latest);
+    let (image, skipped) = match newest {
+        Some(newest) if is_latest && newest != image.generation => choose(session, wanted)?,
+        _ => (image, skipped),
+    };
+    let pin = pin_and_look(session, ours, &image)?;
+    Ok((image, skipped, pin))
+}
+
+/// Nothing came of it: whoever saved the job before may go on.
+fn give_up_the_job(session: &Session, ours: &Ownership) {
+    let giving_up = ours.give_up(&*session.store_after_begin);
+    let given_up = session.wait(async { tokio::time::timeout(UNPIN_TIMEOUT, giving_up).await });
+    if !matches!(given_up, Ok(Ok(()))) {
+        tracing::warn!("the job stays opened in its log, although nothing was restored");
+    }
+}
+
+/// Waits for whoever saves the job, and opens it.
+fn take_the_job(session: &Session, while_saved: WhileSaved) -> Result<Ownership, Failure> {
     let (store, job) = (&*session.store, &session.config.job);
     session.wait(async {
         let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel).await;
         let log = log.map_err(not_ours)?;
-        if log.images().is_empty() || log.is_finished() {
-            return Ok(None);
-        }
         let writer = random_hex::<16>();
         let ours = Ownership::open(store, job, &writer, log).await;
         failpoint::pass("restore:job opened");
-        ours.map(Some).map_err(not_ours)
+        ours.map_err(not_ours)
     })
 }
 

@@ -91,11 +91,12 @@ pub(crate) async fn upload_sealed(
     sealed: &Sealed,
     clock: &mut PhaseClock,
 ) -> Result<Image, Failure> {
-    let resuming = Resuming {
+    let mut resuming = Resuming {
         session,
         spill,
         sealed,
         together: &HashSet::new(),
+        given_up: HashSet::new(),
         finished: &HashSet::new(),
     };
     let finished = resuming.finish(clock).await;
@@ -208,11 +209,12 @@ async fn finish_all(
     let mut finished = HashSet::new();
     let (mut last, mut failed) = (None, None);
     for sealed in &sealed {
-        let resuming = Resuming {
+        let mut resuming = Resuming {
             session,
             spill: &spill,
             sealed,
             together: &together,
+            given_up: HashSet::new(),
             finished: &finished,
         };
         match resuming.finish(clock).await {
@@ -234,12 +236,14 @@ struct Resuming<'a> {
     sealed: &'a Sealed,
     /// Writers of all that is sealed here: what came later becomes an image after this one.
     together: &'a HashSet<String>,
+    /// Attempts and writers that were given up by the log as it was read: they have not gone on with the job.
+    given_up: HashSet<String>,
     /// Attempts that were sealed here too, before this one, and are images now.
     finished: &'a HashSet<String>,
 }
 
 impl Resuming<'_> {
-    async fn finish(&self, clock: &mut PhaseClock) -> Result<Image, Box<ResumeError>> {
+    async fn finish(&mut self, clock: &mut PhaseClock) -> Result<Image, Box<ResumeError>> {
         let job = &self.session.config.job;
         let store = &*self.session.store;
         let entry = &self.sealed.entry;
@@ -256,6 +260,7 @@ impl Resuming<'_> {
         let generation = match known {
             Some(slot) => slot,
             None => {
+                self.given_up = given_up(&log);
                 self.not_overtaken(&log)?;
                 let (manifest, encoded) = self.manifest().await?;
                 clock.enter(Phase::Stream);
@@ -347,8 +352,12 @@ impl Resuming<'_> {
         match there {
             Entry::Dropped { attempt, .. } if *attempt == self.sealed.entry.attempt => true,
             Entry::Image(image) => !self.finished.contains(&image.attempt),
-            Entry::Open { writer } => !self.together.contains(writer),
-            Entry::Saving(saving) => !self.together.contains(&saving.writer),
+            Entry::Open { writer } => {
+                !self.together.contains(writer) && !self.given_up.contains(writer)
+            }
+            Entry::Saving(saving) => {
+                !self.together.contains(&saving.writer) && !self.given_up.contains(&saving.writer)
+            }
             Entry::Dropped { .. } | Entry::Bad { .. } => false,
             _ => true,
         }
@@ -519,6 +528,14 @@ impl Resuming<'_> {
         failpoint::pass("resume:unsealed");
         Ok(())
     }
+}
+
+fn given_up(log: &JobLog) -> HashSet<String> {
+    let given_up = log.entries().filter_map(|(_, entry)| match entry {
+        Entry::Dropped { attempt, .. } => Some(attempt.clone()),
+        _ => None,
+    });
+    given_up.collect()
 }
 
 /// Bytes of every part but the last.

@@ -31,6 +31,8 @@ pub struct Session {
     pub store: Arc<dyn Store>,
     /// The same store, whose calls no signal ends. For everything after BEGIN.
     pub store_after_begin: Arc<Retrying<dyn Store>>,
+    /// The same once more, for clean-up after whatever has ended the others.
+    pub store_for_clean_up: Arc<Retrying<dyn Store>>,
     /// When the node goes away, if that is known.
     pub deadline: Option<Instant>,
     /// The program whose `guard` command unlocks a target if we die; `None` is nobody.
@@ -61,6 +63,7 @@ impl Session {
             store.set_deadline(deadline);
         }
         let store_after_begin = Arc::new(store.with_cancel(CancellationToken::new()));
+        let store_for_clean_up = Arc::new(store.with_cancel(CancellationToken::new()));
         let store = Arc::new(store);
         Ok(Self {
             config,
@@ -69,6 +72,7 @@ impl Session {
             cancel,
             store,
             store_after_begin,
+            store_for_clean_up,
             deadline,
             guard: None,
         })

@@ -71,6 +71,8 @@ pub struct AttemptRow {
     pub bytes: u64,
     /// Uploads that were aborted.
     pub uploads: u64,
+    /// It could not be done; `reason` says why.
+    pub failed: bool,
 }
 
 /// What becomes of an attempt's data.
@@ -153,6 +155,27 @@ fn finish(
     }
 }
 
+/// One attempt that cannot be tidied does not keep the others from it.
+fn told(attempt: &str, row: Result<AttemptRow, UpkeepError>) -> Result<AttemptRow, UpkeepError> {
+    match row {
+        Err(error @ (UpkeepError::Store(_) | UpkeepError::Busy { .. } | UpkeepError::Key(_)))
+            if error.code() != ExitCode::RolledBack =>
+        {
+            Ok(AttemptRow {
+                attempt: attempt.to_owned(),
+                image: None,
+                fate: Fate::Kept,
+                reason: crate::error::one_line(&error),
+                objects: 0,
+                bytes: 0,
+                uploads: 0,
+                failed: true,
+            })
+        }
+        row => row,
+    }
+}
+
 struct Work<'a> {
     store: &'a dyn Store,
     job: &'a JobName,
@@ -191,9 +214,11 @@ impl<'a> Work<'a> {
         let mut log = JobLog::read(self.store, self.job).await?;
         let mut rows = Vec::new();
         for attempt in self.attempts().await? {
-            let verdict = self.judge(&log, &attempt, spilled).await?;
-            let row = self.carry_out(&mut log, &attempt, verdict).await?;
-            rows.push(row);
+            let row = match self.judge(&log, &attempt, spilled).await {
+                Ok(verdict) => self.carry_out(&mut log, &attempt, verdict).await,
+                Err(error) => Err(error),
+            };
+            rows.push(told(&attempt, row)?);
         }
         Ok(rows)
     }
@@ -211,8 +236,8 @@ impl<'a> Work<'a> {
                 None if log.is_dropped(&attempt) => self.judge_dropped(&log, &attempt).await?,
                 None => Verdict::GiveUp("older than the images that are kept".to_owned()),
             };
-            let row = self.carry_out(&mut log, &attempt, verdict).await?;
-            rows.push(row);
+            let row = self.carry_out(&mut log, &attempt, verdict).await;
+            rows.push(told(&attempt, row)?);
         }
         Ok(rows)
     }
@@ -281,6 +306,10 @@ impl<'a> Work<'a> {
         if log.is_image(attempt) {
             return keep("an image".to_owned());
         }
+        if log.has_unreadable() {
+            let why = "the job's log has entries that this version cannot read; they may name it";
+            return keep(why.to_owned());
+        }
         let saving = log.saving(attempt);
         let place = saving.and_then(|saving| saving.spill.as_ref().map(|spill| (saving, spill)));
         if let (Some((saving, spill)), false) = (place, spilled) {
@@ -289,7 +318,24 @@ impl<'a> Work<'a> {
                 "it may be sealed in {spill} on {host}, for `ckptstream resume` (--spilled gives it up)"
             ));
         }
+        if saving.is_some_and(|saving| saving.by.is_known_alive()) {
+            return keep("its saver is alive, on this node".to_owned());
+        }
         let claim = Key::of_job(self.job, &claim_key(attempt))?;
+        let prefix = format!("{}/data/{attempt}/", self.job);
+        if saving.is_none()
+            && let Some(other) = self
+                .store
+                .list(&prefix)
+                .await?
+                .iter()
+                .find(|object| object.key != claim)
+        {
+            let other = &other.key;
+            return keep(format!(
+                "it holds {other}, and the job's log does not know it: somebody copied it there, or the log was removed"
+            ));
+        }
         let Some(info) = self.store.head(&claim).await? else {
             return keep("it has no claim, so its age is not known".to_owned());
         };
@@ -355,6 +401,7 @@ impl<'a> Work<'a> {
             objects: 0,
             bytes: 0,
             uploads: 0,
+            failed: false,
         };
         match verdict {
             Verdict::Keep(why) => Ok(row(Fate::Kept, why)),

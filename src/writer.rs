@@ -62,6 +62,13 @@ impl ProcessIdentity {
             Err(_) => false,
         }
     }
+
+    /// It runs on this node, in our pid namespace. `false` also where that cannot be known.
+    pub fn is_known_alive(&self) -> bool {
+        let is_here = boot_id().is_ok_and(|boot_id| boot_id == self.boot_id)
+            && pid_namespace().is_ok_and(|namespace| namespace == self.pid_namespace);
+        is_here && start_time(self.pid).is_ok_and(|there| there == self.start_time)
+    }
 }
 
 /// Random bits in hex digits: enough of them name an attempt for good, a few make a key fresh within it.

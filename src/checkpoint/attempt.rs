@@ -35,6 +35,8 @@ pub(super) struct Attempt {
     pub(super) nonce: String,
     /// Slot of the job's log behind our own last entry.
     pub(super) next_slot: u64,
+    /// Until then others wait for us.
+    pub(super) word_ends: Option<Instant>,
     /// One per GPU of the node.
     pub(super) uploads: Vec<OpenUpload>,
 }
@@ -59,6 +61,7 @@ impl Attempt {
         let mut attempt = Self {
             nonce: random_hex::<16>(),
             next_slot: 0,
+            word_ends: None,
             uploads: Vec::new(),
         };
         let claiming = attempt.claim(session, driver, custody, while_saved);
@@ -103,7 +106,11 @@ impl Attempt {
             let key = key.to_string();
             return Err(OpenError::Claimed { key });
         }
-        let free = log?.next_slot();
+        let log = log?;
+        if log.is_dropped(&self.nonce) {
+            return Err(OpenError::GivenUp);
+        }
+        let free = log.next_slot();
         failpoint::pass("prepare:claimed");
 
         // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
@@ -173,6 +180,7 @@ impl Attempt {
             spill: spill.map(|place| place.path.display().to_string()),
             by,
         });
+        self.word_ends = Instant::now().checked_add(Duration::from_secs(seconds));
         // From here on the attempt has to be closed.
         self.next_slot = from_slot;
         custody.step(&Step::Attempt {
@@ -180,7 +188,12 @@ impl Attempt {
             next_slot: from_slot,
         })?;
         let (store, job) = (&*session.store, &session.config.job);
-        let is_theirs = |there: &Entry| matches!(there, Entry::Open { .. });
+        let nonce = &self.nonce;
+        let is_theirs = |there: &Entry| match there {
+            Entry::Open { .. } => true,
+            Entry::Dropped { attempt, .. } => attempt == nonce,
+            _ => false,
+        };
         let slot = append(store, job, from_slot, &saving, &is_theirs).await?;
         self.next_slot = slot + 1;
         failpoint::pass("prepare:announced");
@@ -223,7 +236,7 @@ impl Attempt {
         };
         let is_ours =
             |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == self.nonce);
-        let (store, job) = (&*session.store_after_begin, &session.config.job);
+        let (store, job) = (&*session.store_for_clean_up, &session.config.job);
         append(store, job, self.next_slot, &dropped, &is_ours).await?;
         Ok(())
     }
@@ -239,7 +252,7 @@ impl Attempt {
             .iter()
             .filter(|open| !landed.contains(&open.key));
         let aborts = unused.map(|open| async move {
-            let store = &session.store_after_begin;
+            let store = &session.store_for_clean_up;
             let aborted = store.abort_upload(&open.key, &open.upload).await;
             aborted.err().map(|error| {
                 let why = crate::error::one_line(&error);
@@ -275,6 +288,8 @@ enum OpenError {
     Ourselves(#[from] TargetError),
     #[error("a key of this save is not legal")]
     Key(#[source] BadKey),
+    #[error("the attempt was given up by somebody else while others were waited for; save again")]
+    GivenUp,
     #[error("{key} is claimed by another save")]
     Claimed { key: String },
     #[error(
@@ -294,6 +309,7 @@ impl OpenError {
                 ExitCode::Preflight
             }
             Self::Claimed { .. } => ExitCode::NotOurs,
+            Self::GivenUp => ExitCode::RolledBack,
         }
     }
 }

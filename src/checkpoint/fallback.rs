@@ -10,9 +10,12 @@
 //! A target is given back at most once, from bytes that were read back, and only if no image of the attempt can come into being: the seal is broken before the target runs.
 
 use std::error::Error;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::spill::{SealedSave, Spill};
+use tokio_util::sync::CancellationToken;
+
+use super::spill::{SealUnknown, SealedSave, Spill};
 use super::{Afterwards, Around, Committed, Then, complete, look, lost};
 use crate::config::OnFailure;
 use crate::driver::CheckpointingProcess;
@@ -23,6 +26,7 @@ use crate::journal::Step;
 use crate::phases::PhaseClock;
 use crate::restore;
 use crate::resume::upload_sealed;
+use crate::session::Session;
 
 /// How long the log may take to say that the job is still ours. A store that has just failed is not waited for.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -56,6 +60,7 @@ pub(super) fn sealed(
     match (completed, may_be_given_back) {
         (Ok(suspended), Ok(())) => {
             around.custody.note(Step::GiveBack);
+            around.custody.flush();
             let reading = spill.session(around.session);
             let mut seal = Seal::Whole;
             let mut unseal = || {
@@ -124,13 +129,25 @@ fn why_not_given_back(around: Around<'_>, failure: &Failure) -> Result<(), Optio
         let why = "its image may exist, and the store does not say";
         return Err(Some(why.to_owned()));
     }
+    why_others_have_it(around)
+}
+
+/// A job that somebody else has, or may have, must not run here.
+fn why_others_have_it(around: Around<'_>) -> Result<(), Option<String>> {
     let (session, attempt) = (around.session, around.attempt);
     let log = session.wait(async {
         let reading = JobLog::read(&*session.store_after_begin, &session.config.job);
         tokio::time::timeout(LOOK_TIMEOUT, reading).await
     });
-    // A log that cannot be read is no reason: then nobody else has got at the job through it either, as far as can be known.
-    let Ok(Ok(log)) = log else { return Ok(()) };
+    let Ok(Ok(log)) = log else {
+        // As long as our own word holds nobody else opens the job, unless somebody insists.
+        return match attempt.word_ends {
+            Some(ends) if Instant::now() < ends => Ok(()),
+            _ => Err(Some(
+                "whether somebody else has the job cannot be read".to_owned(),
+            )),
+        };
+    };
     match log.opened_by_another(attempt.next_slot, &attempt.nonce) {
         Some((_slot, there)) => Err(Some(there.describe())),
         None => Ok(()),
@@ -146,6 +163,12 @@ pub(super) fn not_sealed(
     failure
         .attached
         .push(format!("the spill failed too: {why}"));
+    if error.is::<SealUnknown>() {
+        // It may be found by `resume`: the attempt is not given up.
+        failure.phase = Phase::Spill;
+        let note = "whether the save is sealed is not known; `ckptstream resume` finds out";
+        failure.notes.push(note.to_owned());
+    }
     failure
 }
 
@@ -166,11 +189,19 @@ pub(super) fn upload_afterwards(
     } = around;
     around.custody.note(Step::Sealed);
     clock.enter(Phase::Complete);
+    let may_run = match around.then {
+        Then::Resume => why_others_have_it(around),
+        Then::Suspend => Ok(()),
+    };
     let completed = complete(around, begun);
     failpoint::pass("spill:completed");
     let suspended_at = Instant::now();
     let afterwards = match (completed, around.then) {
         (Ok(suspended), Then::Suspend) => Ok(Afterwards::Suspended(suspended)),
+        (Ok(_suspended), Then::Resume) if may_run.is_err() => {
+            let why = may_run.err().flatten().unwrap_or_default();
+            Err(lost(driver, target, Phase::Restore, why.into()))
+        }
         (Ok(suspended), Then::Resume) => {
             let reading = spill.session(session);
             let process = (around.custody, suspended);
@@ -182,7 +213,18 @@ pub(super) fn upload_afterwards(
         }
         (Err(error), _) => Err(lost(driver, target, Phase::Complete, error.into())),
     };
-    let image = session.wait(upload_sealed(session, spill.store(), &save.sealed, clock));
+    // The save goes on to its end, whatever signals come.
+    let uploading = Session {
+        cancel: CancellationToken::new(),
+        store: Arc::clone(&session.store_after_begin) as _,
+        ..session.clone()
+    };
+    let image = session.wait(upload_sealed(
+        &uploading,
+        spill.store(),
+        &save.sealed,
+        clock,
+    ));
     match (image, afterwards) {
         (Ok(image), Ok(afterwards)) => {
             let committed = Committed {
@@ -205,7 +247,10 @@ pub(super) fn upload_afterwards(
         (Err(mut failure), afterwards) => {
             failure.code = match failure.code {
                 ExitCode::NotOurs => ExitCode::Fenced,
-                ExitCode::RestoreRefused => ExitCode::Lost,
+                ExitCode::RestoreRefused => match look(driver, target).state.as_str() {
+                    "running" => ExitCode::RolledBack,
+                    _ => ExitCode::Lost,
+                },
                 _ => ExitCode::Spilled,
             };
             if failure.code == ExitCode::Spilled {

@@ -71,6 +71,14 @@ pub(super) struct Spill {
 #[derive(Debug)]
 pub(super) struct NoSpill(pub(super) String);
 
+/// The save is whole in the spill, and perhaps it is sealed.
+#[derive(Debug, thiserror::Error)]
+#[error("it is not known whether the save is sealed")]
+pub(super) struct SealUnknown {
+    #[source]
+    source: StoreError,
+}
+
 /// Why there is no spill.
 #[derive(Debug, thiserror::Error)]
 enum SpillError {
@@ -291,7 +299,23 @@ impl Spill {
             entry,
         };
         let key = Sealed::key(&session.config.job, &attempt.nonce)?;
-        match session.wait(self.store.put_if_absent(&key, sealed.encode()))? {
+        let put = session.wait(self.store.put_if_absent(&key, sealed.encode()));
+        let put = match put {
+            // The name may have been given all the same.
+            Err(error) if error.is_outcome_unknown() => {
+                match session.wait(Sealed::read(
+                    &*self.store,
+                    &session.config.job,
+                    &attempt.nonce,
+                )) {
+                    Ok(Some(there)) if there == sealed => Ok(PutOutcome::Created),
+                    Ok(_) => Err(error),
+                    Err(_unknown) => return Err(SealUnknown { source: error }.into()),
+                }
+            }
+            put => put,
+        };
+        match put? {
             PutOutcome::Created => {
                 failpoint::pass("spill:sealed");
                 Ok(SealedSave {

@@ -104,7 +104,7 @@ way back: the save goes on to its end, and further signals change nothing.")]
     Cat(CatArgs),
     /// Give up attempts that came to nothing, and remove the data of whatever was given up or dropped; needs no GPU
     #[command(after_help = "\
-Without --job it looks at every job of the store. An attempt is given up only when it is older than --older-than, by the store's own clock, and is no image; images are `prune`'s. \
+Without a job named (--job, job.name) it looks at every job of the store. An attempt is given up only when it is older than --older-than, by the store's own clock, and is no image; images are `prune`'s. \
 What is removed from the log's point of view first cannot become an image any more.")]
     Gc(GcArgs),
     /// Drop old images: all but the newest valid ones, and the newest that was read back by `verify`; needs no GPU
@@ -186,7 +186,7 @@ pub(super) struct CheckpointArgs {
     #[command(flatten)]
     pub(super) while_saved: WhileSavedArgs,
 
-    /// Let the second SIGINT or SIGTERM after the driver's checkpoint call end the command (exit 12): the target is lost then
+    /// Let a second SIGINT or SIGTERM end the command after the driver's checkpoint call, too (exit 12): the target is lost then
     #[arg(long)]
     pub(super) force_abandon: bool,
 
@@ -222,7 +222,7 @@ impl WhileSavedArgs {
 /// `recover`
 #[derive(Debug, ClapArgs)]
 pub(super) struct RecoverArgs {
-    /// Only this target
+    /// Only this target. Without it, every target that the journals of this node name; with --job, of that job only
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) pid: Option<u32>,
 
@@ -239,6 +239,9 @@ pub(super) struct GuardArgs {
 
     #[arg(long)]
     pub(super) start_time: u64,
+
+    #[arg(long)]
+    pub(super) journal: PathBuf,
 
     #[arg(long)]
     pub(super) patience_ms: u64,

@@ -272,14 +272,16 @@ impl Run<'_> {
                     end: command.end,
                 };
                 // Every journal has a job of its own; without one named, all are looked at.
+                let typed = JobName::resolve(&overrides, &RawConfig::default());
+                let typed = typed.map_err(config_failure)?;
                 let overrides = Overrides {
-                    job: Some(named.as_ref().map_or("recover", JobName::as_str).to_owned()),
+                    job: Some(typed.as_ref().map_or("recover", JobName::as_str).to_owned()),
                     ..overrides.clone()
                 };
                 let config = Config::resolve(&overrides, &raw, &Environment::read())
                     .map_err(config_failure)?;
                 self.with_session(config, Meter::new(), |session| {
-                    recover::recover(session, named.as_ref(), options)
+                    recover::recover(session, typed.as_ref(), options)
                 })
                 .map(|recovered| Some(Done::Recovered(RecoveredListing(recovered))))
             }
@@ -317,8 +319,13 @@ impl Run<'_> {
         let patience = Duration::from_millis(args.patience_ms);
         let watched = Ground::stand(self.args.command.signal_effect(), Meter::new(), |_ground| {
             let mut letters = std::io::stdin().lock();
-            guard::guard(&mut letters, args.pid, args.start_time, patience)
-                .map_err(|error| Failure::new(ExitCode::Lost, Phase::Unlock, error))
+            guard::guard(
+                &mut letters,
+                (args.pid, args.start_time),
+                &args.journal,
+                patience,
+            )
+            .map_err(|error| Failure::new(ExitCode::Lost, Phase::Unlock, error))
         });
         match watched {
             Ok(Guarded::Unlocked) => self.console.line(&format!(

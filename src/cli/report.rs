@@ -110,6 +110,7 @@ impl Done {
     pub(super) fn code(&self) -> ExitCode {
         match self {
             Self::Recovered(listing) => listing.0.code(),
+            Self::Upkeep(listing) => listing.code(),
             _ => ExitCode::Ok,
         }
     }
@@ -162,6 +163,7 @@ impl RunReport {
             Done::Bench(measured) => Body::Bench(measured),
             Done::Upkeep(listing) => {
                 report.job = listing.job();
+                report.cause = listing.left();
                 Body::Upkeep(listing)
             }
             Done::Recovered(listing) => {

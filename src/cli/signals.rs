@@ -30,7 +30,10 @@ pub(super) fn watch(
         runtime.spawn(async move {
             while signals.recv().await.is_some() {
                 let said = if cancel.is_cancelled() {
-                    again.cancel();
+                    // A terminal that is closed is nobody's wish.
+                    if kind != SignalKind::hangup() {
+                        again.cancel();
+                    }
                     "is noted already"
                 } else {
                     effect

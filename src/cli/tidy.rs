@@ -47,6 +47,24 @@ impl UpkeepListing {
         }
     }
 
+    /// Something could not be done.
+    pub(super) fn code(&self) -> ExitCode {
+        let mut rows = self.jobs.iter().flat_map(|job| &job.attempts);
+        match rows.any(|row| row.failed) {
+            true => ExitCode::Preflight,
+            false => ExitCode::Ok,
+        }
+    }
+
+    /// What could not be done.
+    pub(super) fn left(&self) -> Vec<String> {
+        let rows = self.jobs.iter().flat_map(|job| &job.attempts);
+        let failed = rows.filter(|row| row.failed);
+        failed
+            .map(|row| format!("attempt {}: {}", row.attempt, row.reason))
+            .collect()
+    }
+
     /// The job, when it is one.
     pub(super) fn job(&self) -> Option<String> {
         match self.jobs.as_slice() {
@@ -136,7 +154,10 @@ impl RecoveredListing {
             rows.add("next", row.next);
         }
         if self.0.targets.is_empty() {
-            rows.line("no saver that died has left anything on this node");
+            let dir = &self.0.state_dir;
+            rows.line(format!(
+                "no saver that died has left anything in {dir} (job.state_dir)"
+            ));
         }
         rows.text
     }

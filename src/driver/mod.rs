@@ -69,6 +69,12 @@ impl DriverCode {
                 "; the caller needs the target's user id or CAP_SYS_PTRACE, and the same pid namespace"
             }
             Self::NOT_INITIALIZED => "; the target has no CUDA state",
+            Self(801) => {
+                "; the driver does not support this here: MIG, MPS and UVM are documented as unsupported"
+            }
+            Self(802) => {
+                "; the GPUs are not ready: nvidia-persistenced or the fabric manager may be starting"
+            }
             Self::NOT_READY => {
                 "; the target did not reach a stop in time: a peer that waits (NCCL), a stopped process, or driver.lock_timeout too short"
             }

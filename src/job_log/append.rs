@@ -6,12 +6,17 @@
 //! Every answer that is lost is settled by looking: an entry of ours that stands there was appended, by whichever of our requests.
 
 use std::fmt;
+use std::time::Duration;
 
 use bytes::Bytes;
 
 use super::{ENTRY_LEN_MAX, Entry, ImageEntry, LogError, read_slot, slot_key};
 use crate::config::JobName;
 use crate::store::{Key, PutOutcome, Store, StoreError};
+
+/// How often a slot that is taken is read until it shows, and the pause in between.
+const LOOKS: u32 = 20;
+const LOOK_PAUSE: Duration = Duration::from_millis(500);
 
 /// An entry was not appended, or it is not known whether it was.
 #[derive(Debug, thiserror::Error)]
@@ -179,7 +184,17 @@ async fn read_taken_slot(
         generation,
         source,
     };
-    match read_slot(store, job, generation).await {
+    let mut looks = 0;
+    let read = loop {
+        let read = read_slot(store, job, generation).await;
+        looks += 1;
+        // Some stores show a new object late.
+        if !matches!(read, Ok(None)) || looks == LOOKS {
+            break read;
+        }
+        tokio::time::sleep(LOOK_PAUSE).await;
+    };
+    match read {
         Ok(Some(entry)) => Ok(entry),
         Ok(None) => Err(unseen(StoreError::Transient {
             operation: "GetObject",

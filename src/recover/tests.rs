@@ -85,6 +85,44 @@ fn only_a_lock_of_ours_is_undone() {
 }
 
 #[test]
+fn a_target_that_was_to_be_given_back_runs_only_if_nobody_else_has_the_job() {
+    let steps = [Step::Lock, Step::Begin, Step::Sealed, Step::GiveBack];
+    let given_back = scene("checkpoint", &steps);
+    let locked = Some(ProcessState::Locked);
+    assert_eq!(
+        verdict(&given_back, locked, &sealed()),
+        (Deed::Unlock, ExitCode::Ok)
+    );
+    // An image that was made of it meanwhile is of this very moment.
+    assert_eq!(
+        verdict(&given_back, locked, &image()),
+        (Deed::Unlock, ExitCode::Ok)
+    );
+    let elsewhere = Durable {
+        opened_since: Some("writer x opened the job".to_owned()),
+        ..sealed()
+    };
+    assert_eq!(
+        verdict(&given_back, locked, &elsewhere),
+        (Deed::Nothing, ExitCode::Fenced)
+    );
+    let hidden = Durable {
+        may_be_sealed: true,
+        unknown: Some("not mounted".to_owned()),
+        ..Durable::default()
+    };
+    assert_eq!(
+        verdict(&given_back, locked, &hidden),
+        (Deed::Nothing, ExitCode::Preflight)
+    );
+    assert_eq!(
+        verdict(&given_back, None, &hidden),
+        (Deed::Nothing, ExitCode::RolledBack),
+        "it is not given up"
+    );
+}
+
+#[test]
 fn what_is_durable_decides_what_is_said_of_a_target_that_does_not_run() {
     use ProcessState::{Checkpointed, Checkpointing, Failed};
     let save = scene("checkpoint", &[Step::Lock, Step::Begin]);
@@ -156,6 +194,7 @@ fn the_gravest_verdict_is_the_exit_code() {
         code,
     };
     let of = |codes: &[ExitCode]| Recovered {
+        state_dir: String::new(),
         targets: codes.iter().map(|code| row(*code)).collect(),
     };
     assert_eq!(of(&[]).code(), ExitCode::Ok);

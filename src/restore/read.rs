@@ -163,7 +163,7 @@ pub(super) fn open_image(
 }
 
 /// A save in the spill that is newer than every image of the job, or that cannot be ruled out.
-pub(super) fn sealed_save(session: &Session) -> Option<SealedSave> {
+fn sealed_save(session: &Session) -> Option<SealedSave> {
     let config = session.config.spill.place.as_ref()?;
     let job = &session.config.job;
     let path = config.path.display().to_string();

@@ -54,6 +54,10 @@ const LOCK_ENDING: &str = ".lock";
 /// File whose time is set to now, to learn what time it is.
 const CLOCK: &str = ".clock.lock";
 
+/// A call that does not come back for so long is given up; one that syncs a whole object may take longer.
+const CALL_TIMEOUT: Duration = Duration::from_secs(60);
+const SYNC_TIMEOUT: Duration = Duration::from_secs(600);
+
 /// Age from which a file that is not locked was left by the dead.
 const SWEEP_AGE: Duration = Duration::from_secs(60);
 
@@ -268,14 +272,25 @@ impl FileStore {
             };
             work(&disk, doing)
         });
-        done.await.unwrap_or_else(|error| {
-            Err(StoreError::Transient {
-                operation,
-                key: key.to_owned(),
-                what: "the thread that did it ended".to_owned(),
-                source: Some(Box::new(error)),
-            })
-        })
+        let failed = |what: String, source: Option<tokio::task::JoinError>| StoreError::Transient {
+            operation,
+            key: key.to_owned(),
+            what,
+            source: source.map(|error| Box::new(error) as _),
+        };
+        // A file system over a network may never answer: its thread is left behind then.
+        let limit = match operation {
+            "CompleteMultipartUpload" => SYNC_TIMEOUT,
+            _ => CALL_TIMEOUT,
+        };
+        match tokio::time::timeout(limit, done).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(error)) => Err(failed(
+                "the thread that did it ended".to_owned(),
+                Some(error),
+            )),
+            Err(_elapsed) => Err(failed(format!("no answer in {limit:?}"), None)),
+        }
     }
 }
 

@@ -121,9 +121,9 @@ impl<S: Store + ?Sized> Retrying<S> {
         Arc::clone(&self.inner)
     }
 
-    /// From now on `store.retry_timeout` ends nothing, and a refusal is tried again too: somebody may lift it. The deadline and the caller still end every call.
-    pub fn hold(&self) {
-        self.holds.store(true, Ordering::Relaxed);
+    /// While it holds, `store.retry_timeout` ends nothing, and a refusal is tried again too: somebody may lift it. The deadline and the caller still end every call.
+    pub fn hold(&self, holds: bool) {
+        self.holds.store(holds, Ordering::Relaxed);
     }
 
     /// From now on every call ends at `deadline` at the latest, calls under way included.

@@ -45,7 +45,11 @@ fn saving(attempt: &str, spill: Option<&str>) -> Entry {
         attempt: attempt.to_owned(),
         seconds: 0,
         spill: spill.map(str::to_owned),
-        by: ProcessIdentity::ours().unwrap(),
+        // It has ended.
+        by: ProcessIdentity {
+            start_time: 0,
+            ..ProcessIdentity::ours().unwrap()
+        },
     })
 }
 
@@ -91,6 +95,7 @@ async fn fate(store: &MemoryStore, work: &Work<'_>, spilled: bool, of: &str) -> 
 async fn an_attempt_that_came_to_nothing_is_given_up_and_removed() {
     let store = MemoryStore::new();
     let dead = attempt(&store).await;
+    log(&store, &saving(&dead, None)).await;
     let alive = attempt(&store).await;
     log(&store, &image(&alive)).await;
     let row = fate(&store, &work(&store), false, &dead).await;
@@ -104,7 +109,11 @@ async fn an_attempt_that_came_to_nothing_is_given_up_and_removed() {
 #[tokio::test]
 async fn what_may_be_alive_is_left_alone() {
     let store = MemoryStore::new();
+    let unknown = attempt(&store).await;
+    let row = fate(&store, &work(&store), true, &unknown).await;
+    assert_eq!(row.fate, Fate::Kept, "the log does not know it");
     let young = attempt(&store).await;
+    log(&store, &saving(&young, None)).await;
     let patient = Work {
         older_than: Duration::from_secs(3600),
         ..work(&store)
@@ -153,6 +162,7 @@ async fn what_died_between_the_entry_and_the_data_is_removed_later() {
 async fn a_dry_run_changes_nothing() {
     let store = MemoryStore::new();
     let nonce = attempt(&store).await;
+    log(&store, &saving(&nonce, None)).await;
     let dry = Work {
         dry_run: true,
         ..work(&store)
@@ -160,7 +170,7 @@ async fn a_dry_run_changes_nothing() {
     let row = fate(&store, &dry, false, &nonce).await;
     assert_eq!((row.fate, row.objects), (Fate::Removed, 2));
     let after = JobLog::read(&store, &job()).await.unwrap();
-    assert_eq!(after.next_slot(), 1);
+    assert_eq!(after.next_slot(), 2);
     assert_eq!(
         (objects(&store, &nonce).await, store.open_uploads()),
         (2, 1)
