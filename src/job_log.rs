@@ -821,7 +821,7 @@ mod tests {
         }
         // The slot is taken, and by whom cannot be read.
         for fault in [Fault::Transient, Fault::Refused, Fault::Absent] {
-            let store = Faulty::new().fail("get", 1..2, fault);
+            let store = Faulty::new().fail("get", 1..99, fault);
             log_of(&store, &[open(OURS)]).await;
             let error = append_image(&store, &job(), 1, &image(OURS, OURS))
                 .await

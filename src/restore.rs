@@ -226,11 +226,11 @@ pub(crate) fn bring_back(
         let locked = match must_come_before {
             None => locked,
             Some(deed) => {
-                let locked = locked.stay_locked();
+                let locked = locked.unlocks_when_dropped(false);
                 failpoint::pass("restore:locked for good");
                 deed();
                 custody.may_be_locked();
-                locked
+                locked.unlocks_when_dropped(true)
             }
         };
         failpoint::pass("restore:completed");

@@ -206,10 +206,10 @@ impl LockedProcess {
         }
     }
 
-    /// From now on dropping it does nothing.
+    /// From now on dropping it unlocks, or does nothing.
     #[must_use]
-    pub fn stay_locked(mut self) -> Self {
-        self.guard = false;
+    pub fn unlocks_when_dropped(mut self, unlocks: bool) -> Self {
+        self.guard = unlocks;
         self
     }
 

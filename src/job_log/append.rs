@@ -15,7 +15,7 @@ use crate::config::JobName;
 use crate::store::{Key, PutOutcome, Store, StoreError};
 
 /// How often a slot that is taken is read until it shows, and the pause in between.
-const LOOKS: u32 = 20;
+const LOOKS: u32 = 12;
 const LOOK_PAUSE: Duration = Duration::from_millis(500);
 
 /// An entry was not appended, or it is not known whether it was.

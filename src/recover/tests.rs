@@ -69,7 +69,11 @@ fn sealed() -> Durable {
 #[test]
 fn only_a_lock_of_ours_is_undone() {
     let ours = scene("checkpoint", &[Step::Lock]);
-    let theirs = scene("checkpoint", &[]);
+    let begun = Step::Attempt {
+        attempt: "0123456789abcdef0123456789abcdef".to_owned(),
+        next_slot: 2,
+    };
+    let theirs = scene("checkpoint", &[begun]);
     let restored = scene("restore", &[Step::Restore, Step::RestoreComplete]);
     let none = Durable::default();
     let locked = Some(ProcessState::Locked);

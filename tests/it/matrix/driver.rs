@@ -310,7 +310,11 @@ fn stream() -> Vec<Row> {
 fn commit() -> Vec<Row> {
     let ends = |code, found| ends(code, "commit", found);
     vec![
-        row(LOOK_2, Answers(&TWO), ends(12, "checkpointing")),
+        // It is made again.
+        row(LOOK_2, Answers(&TWO), done("checkpointed")),
+        row(LOOK_2, Answers(&TWO), ends(12, "checkpointing")).behind(
+            "cuCheckpointProcessGetState#3=code:999;fault=cuCheckpointProcessGetState#4=code:999",
+        ),
         row(LOOK_2, Pretends, ends(12, "checkpointing")),
         row(LOOK_2, Death, ends(12, "gone")),
         row(LOOK_2, Late, done("checkpointed")),
