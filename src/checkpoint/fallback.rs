@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use super::spill::{SealUnknown, SealedSave, Spill};
 use super::{Afterwards, Around, Committed, Then, complete, look, lost};
 use crate::config::OnFailure;
-use crate::driver::CheckpointingProcess;
+use crate::driver::{CheckpointingProcess, LockedProcess};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::failpoint;
 use crate::job_log::JobLog;
@@ -26,6 +26,7 @@ use crate::journal::Step;
 use crate::phases::PhaseClock;
 use crate::restore;
 use crate::resume::upload_sealed;
+use crate::sealed::Sealed;
 use crate::session::Session;
 
 /// How long the log may take to say that the job is still ours. A store that has just failed is not waited for.
@@ -100,11 +101,7 @@ pub(super) fn sealed(
                         .attached
                         .push(format!("the target did not get its memory back: {why}"));
                     if matches!(seal, Seal::MayBeBroken) {
-                        // Every byte was in by then: it is the target that has the memory, or nobody.
-                        failure.code = match look(driver, target).state.as_str() {
-                            "running" => ExitCode::RolledBack,
-                            _ => ExitCode::Lost,
-                        };
+                        failure.code = let_go_if_unsealed(around, spill, save);
                     }
                 }
             }
@@ -121,6 +118,30 @@ pub(super) fn sealed(
     }
     failure.targets = vec![look(driver, target)];
     failure
+}
+
+/// A defect of ours struck when the target had its memory already: once the seal is broken it is let go.
+fn let_go_if_unsealed(around: Around<'_>, spill: &Spill, save: &SealedSave) -> ExitCode {
+    let (driver, target) = (around.driver, around.target);
+    let (job, attempt) = (&around.session.config.job, &save.sealed.entry.attempt);
+    let sealed = around
+        .session
+        .wait(Sealed::read(spill.store(), job, attempt));
+    match sealed {
+        Ok(None) => {}
+        Ok(Some(_)) => return ExitCode::Spilled,
+        Err(_unknown) => return ExitCode::Lost,
+    }
+    if let Ok(locked) = LockedProcess::attach(driver, target.pid)
+        && let Err(error) = locked.let_go()
+    {
+        let why = one_line(&error);
+        tracing::error!("the target has its memory, and could not be unlocked: {why}");
+    }
+    match look(driver, target).state.as_str() {
+        "running" => ExitCode::RolledBack,
+        _ => ExitCode::Lost,
+    }
 }
 
 /// An image of a job that ran on must not come into being, and a job that somebody else has must not run.
