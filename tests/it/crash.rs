@@ -324,11 +324,14 @@ fn give_back(ground: &Ground, death: Death) {
     let run = ground.dies(&job, death, &args);
     refuse_nothing(ground);
     assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
-    // From the moment at which the seal is broken the target has its memory: it is let go by whoever is left.
-    let is_its_own = matches!(
-        death.point,
-        "spill:unsealed" | "restore:completed" | "restore:unlocked" | "give-back:running"
-    );
+    // Once the seal is broken the target has its memory: it is let go by whoever is left, the saver, its guard, or `recover`.
+    let is_unguarded = death.is_kill() && death.point == "spill:unsealed";
+    let is_locked = is_unguarded || death.point == "restore:locked for good";
+    let is_its_own = !is_locked
+        && matches!(
+            death.point,
+            "spill:unsealed" | "restore:completed" | "restore:unlocked" | "give-back:running"
+        );
     if is_its_own && !death.is_kill() {
         assert_eq!(
             (run.code, told(&run)),
@@ -339,7 +342,6 @@ fn give_back(ground: &Ground, death: Death) {
         assert!([11, 12].contains(&run.code), "{death:?}: {run:?}");
         assert_eq!(told(&run), Some(ground.scene.state_of(&target).as_str()));
     }
-    let is_locked = death.point == "restore:locked for good";
     if is_locked {
         // Its memory is its own again: it may run, once nobody can make an image of the save any more.
         let recover = format!("recover --pid {}", target.pid());
