@@ -26,7 +26,7 @@ use crate::manifest::{ImageKind, MANIFEST_LEN_MAX, is_nonce};
 use crate::store::{BadKey, Key, Store, StoreError};
 use crate::writer::ProcessIdentity;
 
-pub use append::{AppendError, append, append_image};
+pub use append::{AppendError, append, append_dropped, append_image, append_saving};
 
 /// Version of the entries that this build writes and reads.
 pub const FORMAT: u32 = 1;

@@ -147,7 +147,7 @@ impl Ownership {
 /// Appends our `open`, whatever stands in the way. Its slot.
 ///
 /// # Errors
-/// [`AppendError`], never of being fenced.
+/// [`AppendError`]; fenced only where an attempt of this very name was given up: a saver's nonce is its attempt's.
 pub async fn open(
     store: &dyn Store,
     job: &JobName,
@@ -157,7 +157,9 @@ pub async fn open(
     let entry = Entry::Open {
         writer: writer.to_owned(),
     };
-    append(store, job, from_slot, &entry, &|_there| false).await
+    let is_given_up =
+        |there: &Entry| matches!(there, Entry::Dropped { attempt, .. } if attempt == writer);
+    append(store, job, from_slot, &entry, &is_given_up).await
 }
 
 /// The log, once no save of another writer is under way, or once it is not to be waited for.
@@ -311,6 +313,22 @@ mod tests {
         };
         put(&store, &saving(&random_hex::<16>(), 3600, dead)).await;
         take(&store, WhileSaved::Refuse).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_attempt_that_was_given_up_does_not_open_the_job() {
+        let store = MemoryStore::new();
+        let nonce = random_hex::<16>();
+        let dropped = Entry::Dropped {
+            writer: "gc".to_owned(),
+            attempt: nonce.clone(),
+        };
+        put(&store, &dropped).await;
+        assert!(matches!(
+            open(&store, &job(), &nonce, 1).await,
+            Err(AppendError::Fenced { generation: 1, .. })
+        ));
+        assert_eq!(open(&store, &job(), "another", 1).await.unwrap(), 2);
     }
 
     #[tokio::test]

@@ -26,7 +26,7 @@ use crate::driver::{Driver, DriverError, LockedProcess, ProcessState};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::failpoint;
 use crate::image::image_id;
-use crate::job_log::{AppendError, Entry, JobLog, append};
+use crate::job_log::{AppendError, Entry, JobLog, append_dropped};
 use crate::journal::{self, Found, Left, Step};
 use crate::sealed::{SPILL_DIRECTORY, Sealed};
 use crate::session::Session;
@@ -358,13 +358,7 @@ impl Work<'_> {
 
     async fn give_up(&self, job: &JobName, attempt: &str, next_slot: u64) -> Result<(), String> {
         let store = &*self.session.store;
-        let dropped = Entry::Dropped {
-            writer: attempt.to_owned(),
-            attempt: attempt.to_owned(),
-        };
-        let lives =
-            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == attempt);
-        match append(store, job, next_slot, &dropped, &lives).await {
+        match append_dropped(store, job, next_slot, attempt, attempt).await {
             Ok(_) => {}
             // It came about after all, and is nobody's to clean up.
             Err(AppendError::Fenced { .. }) => return Ok(()),

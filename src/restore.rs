@@ -475,9 +475,16 @@ fn read_image(session: &Session, wanted: Wanted) -> Result<Chosen, Failure> {
     let mut ours = None;
     if !wanted.read_only {
         must_not_be_sealed(sealed_save(session))?;
-        ours = take_the_job(session, wanted.while_saved)?;
+        let has_images = |log: &JobLog| !log.images().is_empty() && !log.is_finished();
+        ours = take_the_job(session, wanted.while_saved, has_images)?;
     }
-    let (image, skipped, sealed) = open_image(session, wanted.image)?;
+    let mut found = open_image(session, wanted.image)?;
+    if ours.is_none() && !wanted.read_only {
+        // There is one all the same: it was committed meanwhile, or named although the job finished. It is chosen once the job is ours, like any other.
+        ours = take_the_job(session, wanted.while_saved, |_log| true)?;
+        found = open_image(session, wanted.image)?;
+    }
+    let (image, skipped, sealed) = found;
     must_not_be_sealed(sealed)?;
     if !wanted.into_fresh {
         must_be_the_newest(session, &image).map_err(|cause| refused(Phase::Read, cause))?;
@@ -494,13 +501,17 @@ fn read_image(session: &Session, wanted: Wanted) -> Result<Chosen, Failure> {
     })
 }
 
-/// `None` where there is no image to be had: then it is not taken for nothing, and what there is instead is told by whoever opens it.
-fn take_the_job(session: &Session, while_saved: WhileSaved) -> Result<Option<Ownership>, Failure> {
+/// `None` where it would be taken for nothing, as far as the log says; what there is instead is told by whoever opens an image.
+fn take_the_job(
+    session: &Session,
+    while_saved: WhileSaved,
+    is_worth_it: impl Fn(&JobLog) -> bool,
+) -> Result<Option<Ownership>, Failure> {
     let (store, job) = (&*session.store, &session.config.job);
     session.wait(async {
         let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel).await;
         let log = log.map_err(not_ours)?;
-        if log.images().is_empty() || log.is_finished() {
+        if !is_worth_it(&log) {
             return Ok(None);
         }
         let writer = random_hex::<16>();

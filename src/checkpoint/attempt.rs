@@ -14,7 +14,7 @@ use crate::custody::Custody;
 use crate::driver::{Device, Driver};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
-use crate::job_log::{AppendError, Entry, SavingEntry, append};
+use crate::job_log::{AppendError, SavingEntry, append_dropped, append_saving};
 use crate::journal::{JournalError, Step};
 use crate::manifest::{AttemptClaim, FORMAT, claim_key};
 use crate::ownership::{self, OwnershipError, WhileSaved, append_code};
@@ -103,7 +103,12 @@ impl Attempt {
             let key = key.to_string();
             return Err(OpenError::Claimed { key });
         }
-        let free = log?.next_slot();
+        let log = log?;
+        // From its claim on it may be given up, and slots that were read already are not met again on the way to the commit.
+        if log.is_dropped(&self.nonce) {
+            return Err(OpenError::GivenUp);
+        }
+        let free = log.next_slot();
         failpoint::pass("prepare:claimed");
 
         // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
@@ -166,13 +171,13 @@ impl Attempt {
             None => SECONDS_MIN + memory / BYTES_PER_SECOND,
         };
         let spill = session.config.spill.place.as_ref();
-        let saving = Entry::Saving(SavingEntry {
+        let saving = SavingEntry {
             writer: self.nonce.clone(),
             attempt: self.nonce.clone(),
             seconds,
             spill: spill.map(|place| place.path.display().to_string()),
             by,
-        });
+        };
         // From here on the attempt has to be closed.
         self.next_slot = from_slot;
         custody.step(&Step::Attempt {
@@ -180,8 +185,7 @@ impl Attempt {
             next_slot: from_slot,
         })?;
         let (store, job) = (&*session.store, &session.config.job);
-        let is_theirs = |there: &Entry| matches!(there, Entry::Open { .. });
-        let slot = append(store, job, from_slot, &saving, &is_theirs).await?;
+        let slot = append_saving(store, job, from_slot, &saving).await?;
         self.next_slot = slot + 1;
         failpoint::pass("prepare:announced");
         Ok(())
@@ -217,14 +221,8 @@ impl Attempt {
     /// # Errors
     /// [`AppendError::Fenced`] when it is an image after all.
     pub(super) async fn drop_it(&self, session: &Session) -> Result<(), AppendError> {
-        let dropped = Entry::Dropped {
-            writer: self.nonce.clone(),
-            attempt: self.nonce.clone(),
-        };
-        let is_ours =
-            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == self.nonce);
         let (store, job) = (&*session.store_after_begin, &session.config.job);
-        append(store, job, self.next_slot, &dropped, &is_ours).await?;
+        append_dropped(store, job, self.next_slot, &self.nonce, &self.nonce).await?;
         Ok(())
     }
 
@@ -275,6 +273,8 @@ enum OpenError {
     Ourselves(#[from] TargetError),
     #[error("a key of this save is not legal")]
     Key(#[source] BadKey),
+    #[error("the save was given up before it began (`ckptstream gc --older-than`)")]
+    GivenUp,
     #[error("{key} is claimed by another save")]
     Claimed { key: String },
     #[error(
@@ -293,7 +293,7 @@ impl OpenError {
             Self::Journal(_) | Self::Ourselves(_) | Self::Key(_) | Self::Unconditional { .. } => {
                 ExitCode::Preflight
             }
-            Self::Claimed { .. } => ExitCode::NotOurs,
+            Self::GivenUp | Self::Claimed { .. } => ExitCode::NotOurs,
         }
     }
 }
