@@ -26,7 +26,7 @@ use crate::manifest::{ImageKind, MANIFEST_LEN_MAX, is_nonce};
 use crate::store::{BadKey, Key, Store, StoreError};
 use crate::writer::ProcessIdentity;
 
-pub use append::{AppendError, append, append_image};
+pub use append::{AppendError, append, append_dropped, append_image, append_saving};
 
 /// Version of the entries that this build writes and reads.
 pub const FORMAT: u32 = 1;
@@ -426,8 +426,26 @@ impl JobLog {
         self.entries().find(|(slot, entry)| {
             let is_later = *slot >= from_slot;
             is_later
-                && matches!(entry, Entry::Open { writer: other } if other != writer && !self.is_dropped(other))
+                && matches!(entry, Entry::Open { writer: other } if other != writer && !self.has_given_up(other))
         })
+    }
+
+    /// A writer that opened the job to restore it, and says itself that nothing came of that. One that announced a save has the job all the same, whatever became of the save.
+    pub fn has_given_up(&self, writer: &str) -> bool {
+        let mut says_so = false;
+        for entry in &self.entries {
+            match entry {
+                Entry::Saving(saving) if saving.writer == writer => return false,
+                Entry::Dropped {
+                    writer: by,
+                    attempt,
+                } if by == writer && attempt == writer => {
+                    says_so = true;
+                }
+                _ => {}
+            }
+        }
+        says_so
     }
 
     /// Some entry cannot be read by this version: it may be anything.
@@ -601,6 +619,34 @@ mod tests {
             "tool": "ckptstream 0.1.0",
         });
         assert_eq!(stored, expected);
+    }
+
+    #[tokio::test]
+    async fn only_who_restored_nothing_has_not_taken_the_job() {
+        let (restorer, saver, killed) = (attempt(1), attempt(2), attempt(3));
+        let by = |writer: &str, attempt: &str| Entry::Dropped {
+            writer: writer.to_owned(),
+            attempt: attempt.to_owned(),
+        };
+        let store = MemoryStore::new();
+        let entries = [
+            open(&restorer),
+            by(&restorer, &restorer),
+            open(&saver),
+            saving(&saver),
+            by(&saver, &saver),
+            open(&killed),
+            by("gc", &killed),
+        ];
+        log_of(&store, &entries).await;
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        assert!(log.has_given_up(&restorer));
+        assert!(!log.has_given_up(&saver), "its target runs somewhere");
+        assert!(!log.has_given_up(&killed), "and so may this one's");
+        assert_eq!(
+            log.opened_by_another(1, OURS).map(|(slot, _)| slot),
+            Some(3)
+        );
     }
 
     #[test]

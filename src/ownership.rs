@@ -165,7 +165,7 @@ impl Ownership {
 /// Appends our `open`, whoever else has opened the job. Its slot.
 ///
 /// # Errors
-/// [`AppendError`]; fenced only when we were given up already.
+/// [`AppendError`]; fenced only where an attempt of this very name was given up: a saver's nonce is its attempt's.
 pub async fn open(
     store: &dyn Store,
     job: &JobName,
@@ -340,6 +340,22 @@ mod tests {
         };
         put(&store, &saving(&random_hex::<16>(), 3600, dead)).await;
         take(&store, WhileSaved::Refuse).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_attempt_that_was_given_up_does_not_open_the_job() {
+        let store = MemoryStore::new();
+        let nonce = random_hex::<16>();
+        let dropped = Entry::Dropped {
+            writer: "gc".to_owned(),
+            attempt: nonce.clone(),
+        };
+        put(&store, &dropped).await;
+        assert!(matches!(
+            open(&store, &job(), &nonce, 1).await,
+            Err(AppendError::Fenced { generation: 1, .. })
+        ));
+        assert_eq!(open(&store, &job(), "another", 1).await.unwrap(), 2);
     }
 
     #[tokio::test]

@@ -26,14 +26,14 @@ use crate::driver::{Driver, DriverError, LockedProcess, ProcessState};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::failpoint;
 use crate::image::image_id;
-use crate::job_log::{AppendError, Entry, JobLog, append};
+use crate::job_log::{AppendError, Entry, JobLog, append_dropped};
 use crate::journal::{self, Found, Left, Step};
 use crate::sealed::{SPILL_DIRECTORY, Sealed};
 use crate::session::Session;
 use crate::store::Store;
 use crate::store::file::FileStore;
 use crate::target::{Target, TargetError};
-use crate::writer::ProcessIdentity;
+use crate::writer::{ProcessIdentity, random_hex};
 
 /// How long the store may take to say one thing; `recover` is for people who wait.
 const STORE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -436,13 +436,7 @@ impl Work<'_> {
 
     async fn give_up(&self, job: &JobName, attempt: &str, next_slot: u64) -> Result<(), String> {
         let store = &*self.session.store;
-        let dropped = Entry::Dropped {
-            writer: attempt.to_owned(),
-            attempt: attempt.to_owned(),
-        };
-        let lives =
-            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == attempt);
-        match append(store, job, next_slot, &dropped, &lives).await {
+        match append_dropped(store, job, next_slot, &random_hex::<16>(), attempt).await {
             Ok(_) => {}
             // It came about after all, and is nobody's to clean up.
             Err(AppendError::Fenced { .. }) => return Ok(()),

@@ -97,7 +97,6 @@ pub(crate) async fn upload_sealed(
         sealed,
         together: &HashSet::new(),
         given_up: HashSet::new(),
-        finished: &HashSet::new(),
     };
     let finished = resuming.finish(clock).await;
     finished.map_err(|error| Failure::new(error.code(), clock.phase(), error))
@@ -206,7 +205,6 @@ async fn finish_all(
         .iter()
         .map(|sealed| sealed.entry.writer.clone())
         .collect();
-    let mut finished = HashSet::new();
     let (mut last, mut failed) = (None, None);
     for sealed in &sealed {
         let mut resuming = Resuming {
@@ -215,13 +213,9 @@ async fn finish_all(
             sealed,
             together: &together,
             given_up: HashSet::new(),
-            finished: &finished,
         };
         match resuming.finish(clock).await {
-            Ok(image) => {
-                finished.insert(image.attempt.clone());
-                last = Some(image);
-            }
+            Ok(image) => last = Some(image),
             // The others may be of use all the same; the first failure is told.
             Err(error) => failed = failed.or(Some((clock.phase(), error))),
         }
@@ -236,10 +230,8 @@ struct Resuming<'a> {
     sealed: &'a Sealed,
     /// Writers of all that is sealed here: what came later becomes an image after this one.
     together: &'a HashSet<String>,
-    /// Attempts and writers that were given up by the log as it was read: they have not gone on with the job.
+    /// Writers that opened the job and gave it up again, by the log as it was read.
     given_up: HashSet<String>,
-    /// Attempts that were sealed here too, before this one, and are images now.
-    finished: &'a HashSet<String>,
 }
 
 impl Resuming<'_> {
@@ -261,12 +253,13 @@ impl Resuming<'_> {
             Some(slot) => slot,
             None => {
                 self.given_up = given_up(&log);
-                self.not_overtaken(&log)?;
+                let older = self.sealed.begun_before(&log);
+                self.not_overtaken(&log, &older)?;
                 let (manifest, encoded) = self.manifest().await?;
                 clock.enter(Phase::Stream);
                 self.send_all(&manifest).await?;
                 clock.enter(Phase::Commit);
-                self.enter(encoded).await?
+                self.enter(encoded, &older).await?
             }
         };
         failpoint::pass("resume:entered");
@@ -303,13 +296,13 @@ impl Resuming<'_> {
     }
 
     /// The manifest, and the one entry that makes the image. Its generation.
-    async fn enter(&self, manifest: Bytes) -> Result<u64, ResumeError> {
+    async fn enter(&self, manifest: Bytes, older: &HashSet<String>) -> Result<u64, ResumeError> {
         let entry = &self.sealed.entry;
         self.put(&entry.manifest_key, manifest).await?;
         failpoint::pass("resume:manifest stored");
         let (store, job) = (&*self.session.store, &self.session.config.job);
         // Slots that were taken while objects were copied count as those before.
-        let in_the_way = |there: &Entry| self.is_in_the_way(there);
+        let in_the_way = |there: &Entry| self.is_in_the_way(there, older);
         let slot = self.sealed.next_slot;
         let entry = Entry::Image(entry.clone());
         let entered = append(store, job, slot, &entry, &in_the_way).await;
@@ -348,26 +341,17 @@ impl Resuming<'_> {
     }
 
     /// Who took a slot since the save began may have gone on with the job from an older image.
-    fn is_in_the_way(&self, there: &Entry) -> bool {
-        match there {
-            Entry::Dropped { attempt, .. } if *attempt == self.sealed.entry.attempt => true,
-            Entry::Image(image) => !self.finished.contains(&image.attempt),
-            Entry::Open { writer } => {
-                !self.together.contains(writer) && !self.given_up.contains(writer)
-            }
-            Entry::Saving(saving) => {
-                !self.together.contains(&saving.writer) && !self.given_up.contains(&saving.writer)
-            }
-            Entry::Dropped { .. } | Entry::Bad { .. } => false,
-            _ => true,
-        }
+    fn is_in_the_way(&self, there: &Entry, older: &HashSet<String>) -> bool {
+        let has_given_up =
+            matches!(there, Entry::Open { writer } if self.given_up.contains(writer));
+        !has_given_up && self.sealed.is_overtaken_by(there, self.together, older)
     }
 
-    fn not_overtaken(&self, log: &JobLog) -> Result<(), ResumeError> {
+    fn not_overtaken(&self, log: &JobLog, older: &HashSet<String>) -> Result<(), ResumeError> {
         let mut since = log
             .entries()
             .filter(|(slot, _)| *slot >= self.sealed.next_slot);
-        match since.find(|(_, there)| self.is_in_the_way(there)) {
+        match since.find(|(_, there)| self.is_in_the_way(there, older)) {
             Some((slot, there)) => {
                 let (job, attempt) = (&self.session.config.job, &self.sealed.entry.attempt);
                 Err(ResumeError::Overtaken {
@@ -532,7 +516,7 @@ impl Resuming<'_> {
 
 fn given_up(log: &JobLog) -> HashSet<String> {
     let given_up = log.entries().filter_map(|(_, entry)| match entry {
-        Entry::Dropped { attempt, .. } => Some(attempt.clone()),
+        Entry::Open { writer } if log.has_given_up(writer) => Some(writer.clone()),
         _ => None,
     });
     given_up.collect()

@@ -5,6 +5,8 @@
 //!
 //! A sealed save is no image: nothing but `resume` reads it, and only the commit that `resume` makes brings the image into being.
 
+use std::collections::HashSet;
+
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -137,6 +139,35 @@ impl Sealed {
             .any(|(slot, there)| slot >= self.next_slot && matches!(there, Entry::Image(_)))
     }
 
+    /// Attempts whose saves were announced before this one: their images are older than this one's, whenever they come into being.
+    pub fn begun_before(&self, log: &JobLog) -> HashSet<String> {
+        let before = log.entries().take_while(|(slot, _)| *slot < self.next_slot);
+        before
+            .filter_map(|(_, entry)| match entry {
+                Entry::Saving(saving) => Some(saving.attempt.clone()),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Whether an entry of a slot that was taken since the save began says that the job may have gone on from an older image, or that the attempt was given up. `together` are the writers of
+    /// all that is sealed in this spill: what came later becomes an image after this one.
+    pub fn is_overtaken_by(
+        &self,
+        there: &Entry,
+        together: &HashSet<String>,
+        begun_before: &HashSet<String>,
+    ) -> bool {
+        match there {
+            Entry::Dropped { attempt, .. } if *attempt == self.entry.attempt => true,
+            Entry::Image(image) => !begun_before.contains(&image.attempt),
+            Entry::Open { writer } => !together.contains(writer),
+            Entry::Saving(saving) => !together.contains(&saving.writer),
+            Entry::Dropped { .. } | Entry::Bad { .. } => false,
+            _ => true,
+        }
+    }
+
     fn flaw(&self, job: &JobName, attempt: &str) -> Option<String> {
         if self.format != FORMAT {
             return Some(format!(
@@ -158,8 +189,10 @@ impl Sealed {
 mod tests {
     use super::*;
     use crate::codec::Digest;
+    use crate::job_log::{SavingEntry, append};
     use crate::manifest::ImageKind;
     use crate::store::memory::MemoryStore;
+    use crate::writer::ProcessIdentity;
 
     const ATTEMPT: &str = "0123456789abcdef0123456789abcdef";
 
@@ -206,6 +239,40 @@ mod tests {
                 .unwrap()
                 .is_empty()
         );
+    }
+
+    #[tokio::test]
+    async fn an_older_save_that_becomes_an_image_first_is_not_in_the_way() {
+        const OLDER: &str = "ffffffffffffffffffffffffffffffff";
+        let saving = |attempt: &str| {
+            Entry::Saving(SavingEntry {
+                writer: attempt.to_owned(),
+                attempt: attempt.to_owned(),
+                seconds: 1,
+                spill: None,
+                by: ProcessIdentity::ours().unwrap(),
+            })
+        };
+        let image = |attempt: &str| {
+            Entry::Image(ImageEntry {
+                attempt: attempt.to_owned(),
+                manifest_key: format!("data/{attempt}/manifest.json"),
+                ..sealed().entry
+            })
+        };
+        let store = MemoryStore::new();
+        for entry in [saving(OLDER), saving(ATTEMPT), image(OLDER)] {
+            append(&store, &job(), 1, &entry, &|_there| false)
+                .await
+                .unwrap();
+        }
+        let log = JobLog::read(&store, &job()).await.unwrap();
+        let (sealed, alone) = (sealed(), HashSet::from([ATTEMPT.to_owned()]));
+        let before = sealed.begun_before(&log);
+        // Whoever resumed it has cleared it away since: it is not sealed together with this one any more.
+        assert!(!sealed.is_overtaken_by(&image(OLDER), &alone, &before));
+        let newer = image("eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee");
+        assert!(sealed.is_overtaken_by(&newer, &alone, &before));
     }
 
     #[tokio::test]

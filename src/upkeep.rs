@@ -18,10 +18,10 @@ use std::time::Duration;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use serde::Serialize;
 
-use crate::config::JobName;
+use crate::config::{JobName, RetentionConfig};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::image::{Image, ImageError, ImageRef, image_id};
-use crate::job_log::{AppendError, Entry, JobLog, LogError, append, slot_key};
+use crate::job_log::{AppendError, Entry, JobLog, LogError, append, append_dropped, slot_key};
 use crate::manifest::{claim_key, is_nonce, read_back_key};
 use crate::ownership::append_code;
 use crate::session::{Session, code_before_begin};
@@ -89,23 +89,35 @@ pub enum Fate {
 
 /// Clean-up was not done, or not to its end.
 #[derive(Debug, thiserror::Error)]
-enum UpkeepError {
+#[non_exhaustive]
+pub enum UpkeepError {
+    /// The log cannot be read.
     #[error("the job's log cannot be read")]
     Log(#[from] LogError),
+    /// Whether a `dropped` entry stands is not known, or it does not.
     #[error("attempt {attempt} was not given up")]
     Drop {
+        /// The attempt.
         attempt: String,
+        /// Why.
         #[source]
         source: Box<AppendError>,
     },
+    /// The store failed.
     #[error("the store failed")]
     Store(#[from] StoreError),
+    /// A name makes no key.
     #[error("a key is not legal")]
     Key(#[from] BadKey),
+    /// Which images are valid is not known.
     #[error("an image cannot be looked at")]
     Image(#[source] Box<ImageError>),
+    /// Somebody writes where nobody should.
     #[error("{prefix} does not become empty: something still writes there")]
-    Busy { prefix: String },
+    Busy {
+        /// Where.
+        prefix: String,
+    },
 }
 
 impl UpkeepError {
@@ -126,8 +138,9 @@ impl UpkeepError {
 /// # Errors
 /// Exit 3 or 10 for the store. What was done until then stays done.
 pub fn gc(session: &Session, options: GcOptions) -> Result<Upkeep, Failure> {
-    let rows = session.wait(Work::new(session, options.dry_run).gc(options.spilled));
-    finish(session, options.dry_run, rows)
+    let config = &session.config;
+    let rows = gc_job(&*session.store, &config.job, &config.retention, options);
+    finish(session, options.dry_run, session.wait(rows))
 }
 
 /// Drops old images: all but the newest valid ones (`retention.keep`), and the newest one whose bytes were read back. Data of images that were dropped longer ago than the
@@ -136,8 +149,36 @@ pub fn gc(session: &Session, options: GcOptions) -> Result<Upkeep, Failure> {
 /// # Errors
 /// As [`gc`].
 pub fn prune(session: &Session, dry_run: bool) -> Result<Upkeep, Failure> {
-    let rows = session.wait(Work::new(session, dry_run).prune());
-    finish(session, dry_run, rows)
+    let config = &session.config;
+    let rows = prune_job(&*session.store, &config.job, &config.retention, dry_run);
+    finish(session, dry_run, session.wait(rows))
+}
+
+/// What [`gc`] does, of this job in this store.
+///
+/// # Errors
+/// [`UpkeepError`].
+pub async fn gc_job(
+    store: &dyn Store,
+    job: &JobName,
+    retention: &RetentionConfig,
+    options: GcOptions,
+) -> Result<Vec<AttemptRow>, UpkeepError> {
+    let work = Work::new(store, job, retention, options.dry_run);
+    work.gc(options.spilled).await
+}
+
+/// What [`prune`] does, of this job in this store.
+///
+/// # Errors
+/// [`UpkeepError`].
+pub async fn prune_job(
+    store: &dyn Store,
+    job: &JobName,
+    retention: &RetentionConfig,
+    dry_run: bool,
+) -> Result<Vec<AttemptRow>, UpkeepError> {
+    Work::new(store, job, retention, dry_run).prune().await
 }
 
 fn finish(
@@ -197,11 +238,15 @@ enum Verdict {
 }
 
 impl<'a> Work<'a> {
-    fn new(session: &'a Session, dry_run: bool) -> Self {
-        let retention = &session.config.retention;
+    fn new(
+        store: &'a dyn Store,
+        job: &'a JobName,
+        retention: &RetentionConfig,
+        dry_run: bool,
+    ) -> Self {
         Self {
-            store: &*session.store,
-            job: &session.config.job,
+            store,
+            job,
             keep: retention.keep,
             grace: retention.grace,
             older_than: retention.older_than,
@@ -226,9 +271,11 @@ impl<'a> Work<'a> {
     async fn prune(&self) -> Result<Vec<AttemptRow>, UpkeepError> {
         let mut log = JobLog::read(self.store, self.job).await?;
         let kept = self.kept(&log).await?;
+        // What is committed while we work is newer than all of these.
+        let known = log.clone();
         let mut rows = Vec::new();
         for attempt in self.attempts().await? {
-            if !log.is_image(&attempt) {
+            if !known.is_image(&attempt) {
                 continue;
             }
             let verdict = match kept.iter().find(|(known, _)| *known == attempt) {
@@ -429,14 +476,16 @@ impl<'a> Work<'a> {
         attempt: &str,
         was_image: bool,
     ) -> Result<bool, UpkeepError> {
-        let dropped = Entry::Dropped {
-            writer: self.writer.clone(),
-            attempt: attempt.to_owned(),
+        let (store, job, slot) = (self.store, self.job, log.next_slot());
+        let appended = if was_image {
+            let dropped = Entry::Dropped {
+                writer: self.writer.clone(),
+                attempt: attempt.to_owned(),
+            };
+            append(store, job, slot, &dropped, &|_there| false).await
+        } else {
+            append_dropped(store, job, slot, &self.writer, attempt).await
         };
-        let lives =
-            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == attempt);
-        let in_the_way = |there: &Entry| !was_image && lives(there);
-        let appended = append(self.store, self.job, log.next_slot(), &dropped, &in_the_way).await;
         log.read_on(self.store, self.job).await?;
         match appended {
             Ok(_slot) => Ok(true),

@@ -14,7 +14,7 @@ use crate::custody::Custody;
 use crate::driver::{Device, Driver};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
-use crate::job_log::{AppendError, Entry, SavingEntry, append};
+use crate::job_log::{AppendError, SavingEntry, append_dropped, append_saving};
 use crate::journal::{JournalError, Step};
 use crate::manifest::{AttemptClaim, FORMAT, claim_key};
 use crate::ownership::{self, OwnershipError, WhileSaved, append_code};
@@ -107,6 +107,7 @@ impl Attempt {
             return Err(OpenError::Claimed { key });
         }
         let log = log?;
+        // From its claim on it may be given up, and slots that were read already are not met again on the way to the commit.
         if log.is_dropped(&self.nonce) {
             return Err(OpenError::GivenUp);
         }
@@ -173,13 +174,13 @@ impl Attempt {
             None => SECONDS_MIN + memory / BYTES_PER_SECOND,
         };
         let spill = session.config.spill.place.as_ref();
-        let saving = Entry::Saving(SavingEntry {
+        let saving = SavingEntry {
             writer: self.nonce.clone(),
             attempt: self.nonce.clone(),
             seconds,
             spill: spill.map(|place| place.path.display().to_string()),
             by,
-        });
+        };
         self.word_ends = Instant::now().checked_add(Duration::from_secs(seconds));
         // From here on the attempt has to be closed.
         self.next_slot = from_slot;
@@ -188,13 +189,7 @@ impl Attempt {
             next_slot: from_slot,
         })?;
         let (store, job) = (&*session.store, &session.config.job);
-        let nonce = &self.nonce;
-        let is_theirs = |there: &Entry| match there {
-            Entry::Open { .. } => true,
-            Entry::Dropped { attempt, .. } => attempt == nonce,
-            _ => false,
-        };
-        let slot = append(store, job, from_slot, &saving, &is_theirs).await?;
+        let slot = append_saving(store, job, from_slot, &saving).await?;
         self.next_slot = slot + 1;
         failpoint::pass("prepare:announced");
         Ok(())
@@ -230,14 +225,8 @@ impl Attempt {
     /// # Errors
     /// [`AppendError::Fenced`] when it is an image after all.
     pub(super) async fn drop_it(&self, session: &Session) -> Result<(), AppendError> {
-        let dropped = Entry::Dropped {
-            writer: self.nonce.clone(),
-            attempt: self.nonce.clone(),
-        };
-        let is_ours =
-            |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == self.nonce);
         let (store, job) = (&*session.store_for_clean_up, &session.config.job);
-        append(store, job, self.next_slot, &dropped, &is_ours).await?;
+        append_dropped(store, job, self.next_slot, &self.nonce, &self.nonce).await?;
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{ENTRY_LEN_MAX, Entry, ImageEntry, LogError, read_slot, slot_key};
+use super::{ENTRY_LEN_MAX, Entry, ImageEntry, LogError, SavingEntry, read_slot, slot_key};
 use crate::config::JobName;
 use crate::store::{Key, PutOutcome, Store, StoreError};
 
@@ -79,6 +79,44 @@ pub async fn append_image(
 ) -> Result<u64, AppendError> {
     let entry = Entry::Image(image.clone());
     append(store, job, from_slot, &entry, &|there| fences(there, image)).await
+}
+
+/// Announces a save: creates its `saving` entry in the first slot from `from_slot` on that is free, unless somebody opened the job before it, or gave the attempt up.
+///
+/// # Errors
+/// [`AppendError`] says whether the entry exists.
+pub async fn append_saving(
+    store: &dyn Store,
+    job: &JobName,
+    from_slot: u64,
+    saving: &SavingEntry,
+) -> Result<u64, AppendError> {
+    let entry = Entry::Saving(saving.clone());
+    let in_the_way = |there: &Entry| match there {
+        Entry::Open { .. } => true,
+        Entry::Dropped { attempt, .. } => *attempt == saving.attempt,
+        _ => false,
+    };
+    append(store, job, from_slot, &entry, &in_the_way).await
+}
+
+/// Gives an attempt up that is no image: creates its `dropped` entry in the first slot from `from_slot` on that is free, unless it became an image before it.
+///
+/// # Errors
+/// [`AppendError`]: fenced by the attempt's own image, which lives.
+pub async fn append_dropped(
+    store: &dyn Store,
+    job: &JobName,
+    from_slot: u64,
+    writer: &str,
+    attempt: &str,
+) -> Result<u64, AppendError> {
+    let dropped = Entry::Dropped {
+        writer: writer.to_owned(),
+        attempt: attempt.to_owned(),
+    };
+    let lives = |there: &Entry| matches!(there, Entry::Image(image) if image.attempt == attempt);
+    append(store, job, from_slot, &dropped, &lives).await
 }
 
 /// Creates an entry in the first slot from `from_slot` on that is free, unless one before it is `in_the_way`. Returns the slot; that of an entry that says the same, if there is one.

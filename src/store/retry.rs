@@ -387,6 +387,10 @@ impl Attempts<'_> {
         }
         self.tell(pause, limit, &error);
         self.last = Some(error);
+        if pause.is_zero() {
+            // A timer would make a millisecond of it.
+            return Ok(());
+        }
         tokio::select! {
             biased;
             () = self.cancel.cancelled() => Err(self.cancelled()),
