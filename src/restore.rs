@@ -580,6 +580,23 @@ fn pin_what_is_chosen(
         Some(newest) if is_latest && newest != image.generation => choose(session, wanted)?,
         _ => (image, skipped),
     };
+    let since = ours
+        .log()
+        .entries()
+        .rev()
+        .find_map(|(slot, entry)| match entry {
+            Entry::Saving(saving) if slot > image.generation => Some(saving),
+            _ => None,
+        });
+    if let Some(saving) = since.filter(|saving| !ours.log().is_dropped(&saving.attempt))
+        && let Some(place) = &saving.spill
+    {
+        tracing::warn!(
+            "attempt {} began on {} after this image, and may be sealed in {place}; the job goes on without it now",
+            saving.attempt,
+            saving.by.host
+        );
+    }
     let pin = pin_and_look(session, ours, &image)?;
     Ok((image, skipped, pin))
 }

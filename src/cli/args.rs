@@ -90,7 +90,8 @@ pub(super) enum Command {
     /// Save a running CUDA process into the store; leaves it suspended with its GPUs released
     #[command(after_help = "\
 Signals: before the driver's checkpoint call, the first SIGINT, SIGTERM or SIGHUP rolls the target back to running (exit 10). After it there is no \
-way back: the save goes on to its end, and further signals change nothing.")]
+way back: the save goes on to its end, and further signals change nothing but with --force-abandon. What becomes of the target when the store fails then is up to spill.on_failure: \
+by default it is spilled where spill.path is set, and held until the store is back where it is not.")]
     Checkpoint(CheckpointArgs),
     /// Put an image back into a suspended process and let it run
     Restore(RestoreArgs),
@@ -117,7 +118,7 @@ Every sealed save of the job in spill.path is finished, and then removed from th
     Resume,
     /// Put in order what savers that died have left on this node: unlock targets, give attempts up, say what is to be done about the rest
     #[command(after_help = "\
-Exit codes: 0 everything is in order; else the gravest of what is left: 4, 11, 12, 14, 15, 20, 21 as for the other commands, 10 when the store could not be told. \
+Exit codes: 0 everything is in order; else the gravest of what is left: 3 when the driver, a journal or a spill cannot be read, 4, 11, 12, 14, 15, 20, 21 as for the other commands, 10 when the store could not be told. \
 Nothing is restored, and nothing is ended without --end.")]
     Recover(RecoverArgs),
     /// Unlock a target if the saver that started this command dies
