@@ -211,4 +211,20 @@ mod tests {
             assert_eq!(must_act(&mut &letters[..]), acts, "{letters:?}");
         }
     }
+
+    #[test]
+    fn another_process_of_the_same_pid_is_left_alone() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let target = Target::look(child.id()).unwrap();
+        let later = target.start_time + 1;
+        let journal = tempfile::NamedTempFile::new().unwrap();
+        let of_another = (target.pid, later);
+        let refused = guard(&mut &[ARM][..], of_another, journal.path(), Duration::ZERO);
+        assert!(
+            matches!(refused, Err(GuardError::Another { .. })),
+            "{refused:?}"
+        );
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
 }

@@ -750,6 +750,7 @@ mod tests {
         TableRecord,
     };
     use crate::store::faulty::{Fault, Faulty};
+    use crate::store::file::FileStore;
     use crate::store::memory::MemoryStore;
 
     const CHUNK_LEN: u64 = 1 << 20;
@@ -1012,6 +1013,25 @@ mod tests {
                 "{name}"
             );
         }
+    }
+
+    #[tokio::test]
+    async fn what_a_directory_has_is_read_back() {
+        let root = tempfile::tempdir().unwrap();
+        let store = FileStore::open(root.path()).unwrap();
+        let mut bytes = vec![7; 100_000];
+        put(&store, "object", bytes.clone()).await;
+        let key = key("object");
+        let (len, sum) = (bytes.len() as u64, Crc64::of(&bytes));
+        prove_landed(&store, &key, len, sum).await.unwrap();
+        // A disk that has kept something else, which nothing but its bytes shows.
+        bytes[50_000] ^= 1;
+        std::fs::write(root.path().join(key.as_str()), &bytes).unwrap();
+        let proved = prove_landed(&store, &key, len, sum).await;
+        assert!(
+            matches!(&proved, Err(LoadError::Flawed(flaw)) if matches!(**flaw, Flaw::Checksum { .. })),
+            "{proved:?}"
+        );
     }
 
     #[tokio::test]

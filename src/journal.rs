@@ -598,6 +598,26 @@ mod tests {
     }
 
     #[test]
+    fn a_pid_that_was_used_again_is_another_target() {
+        let (mut child, target) = sleeper();
+        let record = TargetRecord::of(&target);
+        assert!(record.is(&target));
+        let earlier = TargetRecord {
+            start_time: record.start_time - 1,
+            ..record.clone()
+        };
+        let before_the_boot = TargetRecord {
+            boot_id: "another".to_owned(),
+            ..record
+        };
+        for other in [earlier, before_the_boot] {
+            assert!(!other.is(&target), "{other:?}");
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
     fn a_directory_of_somebody_else_is_refused() {
         let (mut child, target) = sleeper();
         let dir = tempfile::tempdir().unwrap();

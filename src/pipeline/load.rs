@@ -859,6 +859,43 @@ mod tests {
     }
 
     #[test]
+    fn ranges_are_of_the_object_that_was_looked_at() {
+        let (_chunks, bytes, table) = object(1 << 20);
+        let key = Key::new("object").unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+        let buffer_len = crate::plan::fetch_buffer_len(bytes.len() as u64);
+        let buffer_len = usize::try_from(buffer_len).unwrap();
+        let store = MemoryStore::new();
+        runtime
+            .block_on(store.put_if_absent(&key, bytes.clone().into()))
+            .unwrap();
+        let lane = LoadLane {
+            key,
+            etag: Some("another object's".to_owned()),
+            table: &table,
+            raw_len: table.raw_len,
+            chunk_len: table.chunk_len,
+            ring: BufferPool::new(1, 1 << 20, None).unwrap(),
+            meter: LaneMeter::new("GPU", table.raw_len),
+        };
+        let resources = LoadResources {
+            patience: Duration::ZERO,
+            store: Arc::new(store),
+            runtime: runtime.handle().clone(),
+            decoders: vec![Decoder::new().unwrap()],
+            fetch_buffers: BufferPool::new(2, buffer_len, None).unwrap(),
+            fetch_len_max: bytes.len() as u64,
+            meter: Meter::new(),
+            cancel: tokio_util::sync::CancellationToken::new(),
+        };
+        let refused = load(&[lane], resources, Destination::Nowhere);
+        assert!(
+            matches!(&refused, Err(PipelineError::Store(error)) if error.is_about_the_object()),
+            "{refused:?}"
+        );
+    }
+
+    #[test]
     fn ranges_wait_for_the_window_and_for_buffers_in_use() {
         let meter = Meter::new();
         let in_flight = InFlight::new(64, &meter);

@@ -805,6 +805,9 @@ impl Store for FileStore {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::fstatfs;
+    use rustix::io::{Errno, ReadWriteFlags, preadv2};
+
     use super::*;
     use crate::store::PART_LEN_MIN;
 
@@ -882,6 +885,40 @@ mod tests {
         let read = store.get(&here, whole.len()).await.unwrap().unwrap();
         assert!(read == whole);
         assert_eq!(files(root.path()).len(), 1, "nothing of the upload is left");
+    }
+
+    #[tokio::test]
+    async fn what_is_read_back_comes_from_the_disk() {
+        let root = tempfile::tempdir().unwrap();
+        let store = FileStore::open(root.path()).unwrap();
+        let here = key("job/object");
+        let id = store.begin_upload(&here).await.unwrap();
+        let bytes = vec![7; usize::try_from(PART_LEN_MIN).unwrap()];
+        let part = store.put_part(&here, &id, number(1), body(&bytes));
+        let (parts, sum) = ([part.await.unwrap()], Crc64::of(&bytes).value());
+        let whole = store.complete_upload(&here, &id, &parts, bytes.len() as u64, sum);
+        whole.await.unwrap();
+        let file = File::open(root.path().join(here.as_str())).unwrap();
+        let is_cached = || {
+            let mut byte = [0];
+            let mut into = [io::IoSliceMut::new(&mut byte)];
+            match preadv2(&file, &mut into, 4096, ReadWriteFlags::NOWAIT) {
+                Ok(_) => Some(true),
+                Err(Errno::AGAIN) => Some(false),
+                // A file system that does not say.
+                Err(_) => None,
+            }
+        };
+        const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
+        let kind = i64::try_from(fstatfs(&file).unwrap().f_type).unwrap();
+        if IN_MEMORY.contains(&kind) || is_cached().is_none() {
+            return;
+        }
+        // The page cache has let it go, which it does only of what the disk has.
+        assert_eq!(is_cached(), Some(false));
+        let read = store.get(&here, bytes.len()).await.unwrap();
+        assert!(read.as_deref() == Some(&bytes[..]));
+        assert_eq!(is_cached(), Some(true), "it can be told");
     }
 
     #[tokio::test]

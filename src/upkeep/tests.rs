@@ -128,12 +128,11 @@ async fn what_may_be_alive_is_left_alone() {
     let row = fate(&store, &work(&store), true, &spilled).await;
     assert_eq!(row.fate, Fate::Removed);
 
-    let key = Key::new("train/data/README/of somebody.txt").unwrap();
+    // Of somebody, however much it looks like an attempt.
+    let key = Key::new("train/data/README/attempt.json").unwrap();
     store.put_if_absent(&key, Bytes::new()).await.unwrap();
-    assert_eq!(
-        fate(&store, &work(&store), true, "README").await.fate,
-        Fate::Kept
-    );
+    let row = fate(&store, &work(&store), true, "README").await;
+    assert_eq!(row.fate, Fate::Kept);
 }
 
 #[tokio::test]
@@ -206,4 +205,69 @@ async fn an_image_that_is_read_outlives_its_entry() {
         fate(&store, &work(&store), false, &nonce).await.fate,
         Fate::Removed
     );
+}
+
+#[tokio::test]
+async fn a_saver_has_the_time_that_it_said_and_as_long_as_it_lives() {
+    let store = MemoryStore::new();
+    let of = |attempt: &str, seconds: u64, by: ProcessIdentity| {
+        Entry::Saving(SavingEntry {
+            writer: attempt.to_owned(),
+            attempt: attempt.to_owned(),
+            seconds,
+            spill: None,
+            by,
+        })
+    };
+    let ours = ProcessIdentity::ours().unwrap();
+    let elsewhere = ProcessIdentity {
+        boot_id: "another".to_owned(),
+        ..ours.clone()
+    };
+    for (seconds, by, expected) in [
+        (3600, elsewhere.clone(), Fate::Kept),
+        (0, elsewhere, Fate::Removed),
+        (0, ours, Fate::Kept),
+    ] {
+        let nonce = attempt(&store).await;
+        log(&store, &of(&nonce, seconds, by)).await;
+        let row = fate(&store, &work(&store), false, &nonce).await;
+        assert_eq!(row.fate, expected, "{row:?}");
+    }
+}
+
+#[tokio::test]
+async fn behind_an_entry_that_cannot_be_read_nothing_is_given_up() {
+    let store = MemoryStore::new();
+    let nonce = attempt(&store).await;
+    log(&store, &saving(&nonce, None)).await;
+    let key = slot_key(&job(), 2).unwrap();
+    let later = Bytes::from_static(br#"{"format": 2, "entry": "of a later version"}"#);
+    store.put_if_absent(&key, later).await.unwrap();
+    let row = fate(&store, &work(&store), false, &nonce).await;
+    assert_eq!(row.fate, Fate::Kept, "{row:?}");
+}
+
+#[tokio::test]
+async fn an_attempt_that_became_an_image_meanwhile_lives() {
+    let store = MemoryStore::new();
+    let nonce = attempt(&store).await;
+    let work = work(&store);
+    let mut seen = JobLog::read(&store, &job()).await.unwrap();
+    log(&store, &image(&nonce)).await;
+    assert!(!work.give_up(&mut seen, &nonce, false).await.unwrap());
+    assert!(seen.is_image(&nonce) && !seen.is_dropped(&nonce));
+}
+
+#[tokio::test]
+async fn an_image_that_is_not_valid_takes_the_place_of_none() {
+    let store = MemoryStore::new();
+    // More than are kept, and none of them can be opened.
+    for _ in 0..3 {
+        let nonce = attempt(&store).await;
+        log(&store, &image(&nonce)).await;
+    }
+    let rows = work(&store).prune().await.unwrap();
+    assert_eq!(rows.len(), 3);
+    assert!(rows.iter().all(|row| row.fate == Fate::Kept), "{rows:?}");
 }

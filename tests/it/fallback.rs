@@ -211,6 +211,45 @@ fn a_job_that_somebody_else_has_is_not_given_back() {
 }
 
 #[test]
+fn a_target_whose_image_may_exist_is_not_given_back() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    let target = target(scene);
+    // The entry stands, and no answer says so.
+    let lost = json!([{"op": "PutObject", "key_contains": "/log/00000003", "always": true, "action": {"apply": true, "drop": true}}]);
+    scene.server.set_rules(&lost);
+    let saver = spilling.saver("on_failure = \"give-back\"\n");
+    let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+    scene.server.set_rules(&json!([]));
+    assert_eq!(
+        (run.code, told(&run)),
+        (11, Some("checkpointed")),
+        "{run:?}"
+    );
+    assert!(run.stderr.contains("its image may exist"), "{run:?}");
+    assert_eq!(saver.calls("cuCheckpointProcessRestore"), 0);
+    spilling.saver("").cli.ok("resume");
+    assert_eq!(scene.images("job"), [1]);
+}
+
+#[test]
+fn a_save_that_was_fenced_is_not_sealed() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    let (target, other) = (target(scene), target(scene));
+    let saver = spilling.saver_of_driver("d2h=2MiB", "");
+    let slow = Watched::start(&saver.cli, &format!("checkpoint --pid {}", target.pid()));
+    slow.until_phase("stream");
+    let cli = scene.saver("job", "").cli;
+    cli.ok(&format!("checkpoint --take-over --pid {}", other.pid()));
+    let run = slow.wait();
+    assert_failed("fenced", &run, 15, "commit", &["opened the job"]);
+    assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0);
+    let resumed = spilling.saver("").cli.run("resume");
+    assert_eq!(resumed.code, 7, "{resumed:?}");
+}
+
+#[test]
 fn every_save_can_go_to_the_spill_first() {
     for then in ["suspend", "resume"] {
         let spilling = Spilling::new();

@@ -455,6 +455,27 @@ fn a_writer_waits_for_the_one_before_it() {
 }
 
 #[test]
+fn who_opens_the_job_before_a_save_is_announced_has_it() {
+    if !has_credentials("faults_store::who_opens_the_job_before_a_save_is_announced_has_it") {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    let theirs = json!({"format": 1, "entry": "open", "writer": "somebody else"});
+    scene.put_entry("job", 2, &theirs);
+    // It is not there yet when the log is read first, and comes between our own `open` and the announcement.
+    let late = json!({"op": "GetObject", "key_contains": "/log/00000002", "nth": 1, "action": {"status": 404, "code": "NoSuchKey"}});
+    scene.server.set_rules(&json!([late]));
+    let saver = scene.saver("job", "");
+    let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+    scene.server.set_rules(&json!([]));
+    assert_failed("overtaken", &run, 4, "prepare", &["opened the job"]);
+    assert_eq!(saver.calls("cuCheckpointProcessLock"), 0);
+    scene.must_not_be_committed("job", &saver);
+    scene.must_compute_on(&mut target);
+}
+
+#[test]
 fn who_takes_the_job_over_fences_whoever_saves_it() {
     let scene = Scene::new(&[]);
     let (slow, quick) = (scene.target(), scene.target());

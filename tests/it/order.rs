@@ -78,6 +78,11 @@ type Verdict = Result<(), String>;
 fn check_save(records: &Records) -> Verdict {
     let begun = records.only_call("cuCheckpointProcessCheckpoint")?;
     let complete = records.only_call("cuCheckpointOperationComplete")?;
+    let unlocks = records
+        .calls
+        .iter()
+        .any(|call| call.name == "cuCheckpointProcessUnlock");
+    demand!(!unlocks, "it was tried to unlock a target that is saved");
     check_copies(records, begun, complete)?;
 
     let parts = records.requests_of("UploadPart", "");
@@ -567,6 +572,17 @@ fn the_rules_refuse_a_save_that_lacks_something() {
     });
     refuses("may overwrite", |records| {
         find(records, "PutObject", "/00000003.json").is_conditional = false;
+    });
+}
+
+#[test]
+fn the_rules_refuse_a_save_that_unlocks() {
+    refuses("unlock a target that is saved", |records| {
+        let mut unlock = records.calls[1].clone();
+        "cuCheckpointProcessUnlock".clone_into(&mut unlock.name);
+        // Refused or not.
+        unlock.result = 401;
+        records.calls.push(unlock);
     });
 }
 

@@ -1,8 +1,12 @@
 //! Who may have what: an image goes back only where it belongs, and a target belongs to whoever holds it.
 
-use serde_json::Value;
+use std::io::Write;
+use std::process::{Command, Stdio};
 
-use super::support::scene::{Scene, assert_failed, cause, until};
+use serde_json::{Value, json};
+
+use super::support::s3_server::has_credentials;
+use super::support::scene::{Scene, Watched, assert_failed, cause, until};
 use super::support::{Ckptstream, Node, S3Server, Target};
 
 #[test]
@@ -102,6 +106,143 @@ fn gpu_memory_that_is_missing_at_the_last_moment_is_seen_before_the_driver_is_as
     hog.kill();
     let cli = &scene.saver("job", "").cli;
     cli.ok(&format!("restore --pid {} --into-fresh", fresh.pid()));
+}
+
+#[test]
+fn an_image_does_not_go_under_what_a_later_save_may_have_left() {
+    if !has_credentials("ownership::an_image_does_not_go_under_what_a_later_save_may_have_left") {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    let cli = &scene.saver("job", "").cli;
+    cli.ok(&format!("checkpoint --pid {}", target.pid()));
+    let attempt = "f".repeat(32);
+    let saving = json!({"format": 1, "entry": "saving", "writer": attempt, "attempt": attempt, "seconds": 1, "spill": "/mnt/spill",
+        "by": {"host": "elsewhere", "boot_id": "another", "pid_namespace": 1, "pid": 2, "start_time": 3}});
+    scene.put_entry("job", 4, &saving);
+    let restore = format!("restore --pid {}", target.pid());
+    let run = cli.run(&restore);
+    assert_failed("unknown", &run, 20, "read", &["/mnt/spill", "elsewhere"]);
+    // Nothing became of it.
+    let dropped = json!({"format": 1, "entry": "dropped", "writer": attempt, "attempt": attempt});
+    scene.put_entry("job", 5, &dropped);
+    cli.ok(&restore);
+    scene.must_compute_on(&mut target);
+}
+
+#[test]
+fn a_guard_leaves_alone_what_somebody_else_holds() {
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    // Locked, by one who died; and nobody's yet.
+    let dying = scene.saver("job", "fault=cuCheckpointProcessCheckpoint#1=kill-caller");
+    let died = dying.cli.run(&format!("checkpoint --pid {}", target.pid()));
+    assert_eq!(
+        (died.code, scene.state_of(&target)),
+        (-1, "locked".to_owned())
+    );
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", target.pid())).expect("it lives");
+    let (_, fields) = stat.rsplit_once(')').expect("its name");
+    let start_time = fields.split_whitespace().nth(19).expect("its start");
+    let journal = tempfile::NamedTempFile::new().expect("a temporary file");
+    let guard = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ckptstream"));
+        scene.node.apply(&mut command);
+        command
+            .args(["guard", "--pid", &target.pid().to_string()])
+            .args(["--start-time", start_time, "--patience-ms", "100"])
+            .arg("--journal")
+            .arg(journal.path())
+            .stdin(Stdio::piped());
+        let mut guard = command.spawn().expect("the binary starts");
+        let mut letters = guard.stdin.take().expect("piped");
+        letters.write_all(b"a").expect("it listens");
+        // Its saver dies.
+        drop(letters);
+        assert!(guard.wait().expect("our child").success());
+    };
+    let held = std::fs::File::open(journal.path()).expect("the journal");
+    held.lock().expect("nobody holds it");
+    guard();
+    assert_eq!(scene.state_of(&target), "locked");
+    drop(held);
+    guard();
+    scene.must_compute_on(&mut target);
+}
+
+#[test]
+fn gpu_memory_that_is_taken_while_the_image_is_fetched_is_seen_before_the_driver_is_asked() {
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    let fresh = scene.fresh();
+    let restore = format!("restore --pid {} --into-fresh", fresh.pid());
+    // There was enough when it looked first; now it makes the buffers for what is fetched.
+    let saver = scene.saver("job", "fault=cuMemHostRegister#3=stall:4000");
+    let slow = Watched::start(&saver.cli, &restore);
+    until(|| saver.calls("cuEventCreate") > 0);
+    let hog = Target::start(&scene.node, "--gpus 2 --bytes 61MiB --fill zeros --steps 0");
+    let run = slow.wait();
+    assert_failed("taken", &run, 20, "restore", &["bytes free"]);
+    assert_eq!(saver.calls("cuCheckpointProcessRestore"), 0);
+    hog.kill();
+    scene.saver("job", "").cli.ok(&restore);
+}
+
+#[test]
+fn a_restore_fences_whoever_saves_the_job() {
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    let (slow, mut fresh) = (scene.target(), scene.fresh());
+    let saver = scene.saver("job", "d2h=2MiB");
+    let saving = Watched::start(&saver.cli, &format!("checkpoint --pid {}", slow.pid()));
+    saving.until_phase("stream");
+    let args = format!("restore --pid {} --into-fresh --take-over", fresh.pid());
+    scene.saver("job", "").cli.ok(&args);
+    let fenced = saving.wait();
+    assert_failed("fenced", &fenced, 15, "commit", &["opened the job"]);
+    assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0);
+    assert_eq!(scene.images("job"), [1]);
+    scene.must_compute_on(&mut fresh);
+}
+
+/// A restore of the job's only image (slots 1 to 3 of its log) behind whose own entry (slot 4) this one comes.
+fn overtaken_restore(scene: &Scene, entry: &Value, code: i32, parts: &[&str]) {
+    // Nobody reads beyond the first free slot, so that it is not seen before that one is taken.
+    scene.put_entry("job", 5, entry);
+    let fresh = scene.fresh();
+    let saver = scene.saver("job", "");
+    let run = saver
+        .cli
+        .run(&format!("restore --pid {} --into-fresh", fresh.pid()));
+    assert_failed("overtaken", &run, code, "read", parts);
+    assert_eq!(saver.calls("cuCheckpointProcessRestore"), 0);
+    assert_eq!(scene.state_of(&fresh), "checkpointed");
+}
+
+#[test]
+fn who_opens_the_job_while_a_restore_pins_has_it() {
+    if !has_credentials("ownership::who_opens_the_job_while_a_restore_pins_has_it") {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    let theirs = json!({"format": 1, "entry": "open", "writer": "somebody else"});
+    overtaken_restore(&scene, &theirs, 4, &["opened the job"]);
+}
+
+#[test]
+fn an_image_that_is_dropped_before_its_pin_stands_is_not_restored() {
+    if !has_credentials("ownership::an_image_that_is_dropped_before_its_pin_stands_is_not_restored")
+    {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    let listed = scene.saver("job", "").cli.ok("list");
+    let attempt = &listed["images"][0]["attempt"];
+    let dropped = json!({"format": 1, "entry": "dropped", "writer": "prune", "attempt": attempt});
+    overtaken_restore(&scene, &dropped, 20, &["was pruned"]);
 }
 
 #[test]

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::scene::{Saver, Scene, Watched, assert_failed, cause, told};
+use crate::support::s3_server::has_credentials;
+use crate::support::scene::{Saver, Scene, Watched, assert_failed, cause, told, until};
 use crate::support::{Run, Target};
 
 /// Requests that a save makes after BEGIN.
@@ -37,9 +38,13 @@ impl Spilling {
     }
 
     fn saver(&self, more: &str) -> Saver {
+        self.saver_of_driver("", more)
+    }
+
+    fn saver_of_driver(&self, driver: &str, more: &str) -> Saver {
         let path = self.place.path().display();
         let config = format!("[spill]\npath = \"{path}\"\n{more}");
-        self.scene.saver_with("job", "", &config)
+        self.scene.saver_with("job", driver, &config)
     }
 
     /// A target that was saved while the store refused this.
@@ -179,6 +184,66 @@ fn a_damaged_spill_never_becomes_an_image() {
         spilling.saver("").cli.ok("resume");
         spilling.saver("").cli.ok("verify");
     }
+}
+
+#[test]
+fn a_target_that_dies_while_it_is_spilled_is_not_sealed() {
+    let spilling = Spilling::new();
+    let mut target = spilling.scene.target();
+    // All eight chunks have gone to the store once.
+    spilling.scene.server.set_rules(&refuse(SITES[1]));
+    let saver = spilling.saver_of_driver("fault=cuMemcpyDtoHAsync#12=kill-target", "");
+    let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+    spilling.scene.server.set_rules(&json!([]));
+    assert_failed("it dies", &run, 12, "land", &[]);
+    assert!(run.stderr.contains("the spill failed too"), "{run:?}");
+    until(|| target.has_ended());
+    spilling.scene.must_not_be_committed("job", &saver);
+    let resumed = spilling.saver("").cli.run("resume");
+    assert_eq!(resumed.code, 7, "{resumed:?}");
+}
+
+#[test]
+fn who_takes_the_job_while_a_sealed_save_is_uploaded_has_it() {
+    if !has_credentials("spill::who_takes_the_job_while_a_sealed_save_is_uploaded_has_it") {
+        return;
+    }
+    let spilling = Spilling::new();
+    let _target = spilling.spilled(SITES[0]);
+    let theirs = json!({"format": 1, "entry": "open", "writer": "somebody else"});
+    spilling.scene.put_entry("job", 3, &theirs);
+    // It is not there yet when the log is read first.
+    let late = json!([{"op": "GetObject", "key_contains": "/log/00000003", "nth": 1, "action": {"status": 404, "code": "NoSuchKey"}}]);
+    spilling.scene.server.set_rules(&late);
+    let run = spilling.saver("").cli.run("resume");
+    spilling.scene.server.set_rules(&json!([]));
+    assert_failed("taken", &run, 4, "commit", &["opened the job"]);
+    assert_eq!(spilling.scene.images("job"), [0_u64; 0]);
+}
+
+#[test]
+fn a_restore_that_is_refused_fences_nobody() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    scene.save("job");
+    let mut target = scene.target();
+    scene.server.set_rules(&refuse(SITES[0]));
+    let checkpoint = format!("checkpoint --pid {}", target.pid());
+    let run = spilling.saver("").cli.run(&checkpoint);
+    scene.server.set_rules(&json!([]));
+    assert_eq!(run.code, 11, "{run:?}");
+    // On another node, which does not see the spill, somebody tries the image before, and has no room for it.
+    let fresh = scene.fresh();
+    let hog = Target::start(&scene.node, "--gpus 2 --bytes 61MiB --fill zeros --steps 0");
+    let restore = format!("restore --pid {} --into-fresh", fresh.pid());
+    let refused = scene.saver("job", "").cli.run(&restore);
+    assert_failed("no room", &refused, 20, "read", &["bytes free"]);
+    hog.kill();
+    drop(fresh);
+    let cli = spilling.saver("").cli;
+    cli.ok("resume");
+    cli.ok(&format!("restore --pid {}", target.pid()));
+    scene.must_compute_on(&mut target);
 }
 
 #[test]

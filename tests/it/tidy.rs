@@ -2,6 +2,7 @@
 //!
 //! Every rule looks at the tree as it stands. A rule that finds nothing to look at fails, so that a moved folder does not switch it off.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -374,6 +375,95 @@ fn every_promise_names_tests_that_exist() {
         .filter(|name| !sources.contains(&format!("fn {name}(")))
         .collect();
     assert!(missing.is_empty(), "no such test: {missing:?}");
+}
+
+/// Promises without a patch in tests/mutations, and why.
+const NOT_MUTATED: &[(u32, &str)] = &[];
+
+/// What the head of a mutation says in the line `MEMBER: …`.
+fn head_of<'a>(patch: &'a str, member: &str) -> Option<&'a str> {
+    let head = patch.lines().take_while(|line| !line.starts_with("diff "));
+    let mut found = head.filter_map(|line| line.strip_prefix(member)?.strip_prefix(": "));
+    found.next().filter(|text| !text.trim().is_empty())
+}
+
+/// Whether there is such a test: of the library (`a::tests::name`, in the module's file or one below it), or in `tests/it`.
+fn is_test(kind: &str, path: &str) -> bool {
+    let Some((modules, name)) = path.rsplit_once("::") else {
+        return false;
+    };
+    let modules: Vec<&str> = modules.split("::").collect();
+    let root_of_kind = if kind == "lib" { "src" } else { "tests/it" };
+    let places =
+        (1..=modules.len()).map(|depth| format!("{root_of_kind}/{}", modules[..depth].join("/")));
+    let mut sources = places
+        .flat_map(|place| [format!("{place}.rs"), format!("{place}/mod.rs")])
+        .filter_map(|file| fs::read_to_string(root().join(file)).ok());
+    sources.any(|source| source.contains(&format!("fn {name}(")))
+}
+
+#[test]
+fn every_promise_has_a_mutation_and_every_mutation_a_test() {
+    let is_promise = |line: &str| line.split_once(". **")?.0.parse::<u32>().ok();
+    let promises: Vec<u32> = text("docs/guarantees.md")
+        .lines()
+        .filter_map(is_promise)
+        .collect();
+    assert!(promises.len() > 20, "the promises are not where they were");
+    let (mut flaws, mut covered) = (Vec::new(), BTreeSet::new());
+    for path in files(&["tests/mutations"], &[".patch"]) {
+        let patch = text(&path);
+        let mut must = |holds: bool, what: &str| {
+            if !holds {
+                flaws.push(format!("{path}: {what}"));
+            }
+        };
+        must(
+            head_of(&patch, "Protects").is_some(),
+            "no line `Protects: …`",
+        );
+        let guarantee = head_of(&patch, "Guarantee").and_then(|number| number.parse::<u32>().ok());
+        must(
+            guarantee.is_some_and(|number| promises.contains(&number)),
+            "no line `Guarantee: N` with a number of docs/guarantees.md",
+        );
+        let starts_with_it =
+            guarantee.is_some_and(|number| path.contains(&format!("/{number:02}-")));
+        must(starts_with_it, "its name starts with another number");
+        let (kind, tests) = head_of(&patch, "Test")
+            .and_then(|line| line.split_once(' '))
+            .unwrap_or_default();
+        must(
+            ["lib", "it"].contains(&kind),
+            "no line `Test: lib|it NAME…`",
+        );
+        for test in tests.split(' ') {
+            must(is_test(kind, test), &format!("no test {test:?}"));
+        }
+        let setting = head_of(&patch, "With");
+        must(
+            setting.is_none_or(|setting| setting.contains('=')),
+            "`With` is NAME=VALUE",
+        );
+        let mut changed = patch
+            .lines()
+            .filter_map(|line| line.strip_prefix("+++ b/"))
+            .peekable();
+        must(changed.peek().is_some(), "no diff");
+        must(
+            changed.all(|file| file.starts_with("src/")),
+            "only what is tested is mutated",
+        );
+        covered.extend(guarantee);
+    }
+    let bare = promises.iter().filter(|number| {
+        let is_exempt = NOT_MUTATED
+            .iter()
+            .any(|(exempt, why)| exempt == *number && !why.is_empty());
+        !covered.contains(number) && !is_exempt
+    });
+    flaws.extend(bare.map(|number| format!("guarantee {number} has no mutation")));
+    assert_none("mutations", &flaws);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::support::s3_server::has_credentials;
-use super::support::scene::{Scene, Watched, assert_failed};
+use super::support::scene::{Scene, Watched, assert_failed, until};
 
 fn row<'a>(report: &'a Value, attempt: &str) -> &'a Value {
     let rows = report["jobs"][0]["attempts"].as_array().expect("rows");
@@ -119,4 +119,35 @@ fn old_images_are_dropped_and_two_stay() {
     assert_eq!(fate(&cli.ok("gc --grace 0s"), 2), "removed");
     cli.ok("verify");
     cli.ok(&format!("verify --image {}", generations[3]));
+}
+
+#[test]
+fn an_image_that_is_being_restored_is_not_removed() {
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    let cli = scene.saver("job", "").cli;
+    for _ in 0..3 {
+        target.wait_for("step ");
+        cli.ok(&format!("checkpoint --then resume --pid {}", target.pid()));
+    }
+    let listed = cli.ok("list");
+    let oldest = &listed["images"][2];
+    let (generation, attempt) = (&oldest["generation"], oldest["attempt"].as_str());
+    let attempt = attempt.expect("a nonce");
+    let mut fresh = scene.fresh();
+    let saver = scene.saver("job", "h2d=1MiB");
+    let args = format!(
+        "restore --pid {} --into-fresh --image {generation}",
+        fresh.pid()
+    );
+    let slow = Watched::start(&saver.cli, &args);
+    until(|| saver.calls("cuMemcpyHtoDAsync") > 0);
+    let pruned = cli.ok("prune --grace 0s");
+    assert_eq!(row(&pruned, attempt)["fate"], "dropped", "{pruned}");
+    let run = slow.wait();
+    assert_eq!(run.code, 0, "{run:?}");
+    scene.must_compute_on(&mut fresh);
+    // Its pin is gone, and with it what it kept.
+    let gone = cli.ok("gc --grace 0s");
+    assert_eq!(row(&gone, attempt)["fate"], "removed", "{gone}");
 }
