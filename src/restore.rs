@@ -130,11 +130,17 @@ fn put_back(
     let done = put_back_chosen(session, clock, custody, wanted, &chosen, held);
     if let Some(Taken { ours, pin }) = &chosen.taken {
         unpin(session, pin);
-        if done.is_err() {
+        if done.as_ref().is_err_and(|failure| !may_run(failure)) {
             give_up_the_job(session, ours);
         }
     }
     done
+}
+
+/// The process has its memory, or may have it: whoever unlocks it, by hand or by `recover`, goes on with the job.
+fn may_run(failure: &Failure) -> bool {
+    failure.code == ExitCode::RestoreFailed
+        && matches!(failure.phase, Phase::Complete | Phase::Unlock)
 }
 
 fn put_back_chosen(
