@@ -53,10 +53,12 @@ enum Rule {
     ResumeHeeds,
     /// A resume knows that an image of a save from before its own is older.
     ResumeKnowsOlder,
-    /// An incarnation opens the job before it chooses.
-    OpenBeforeChoosing,
-    /// An incarnation that finds an image where there was none opens the job all the same.
-    OpenEvenLate,
+    /// An incarnation chooses again when the log grew until the job was its own.
+    ChooseAgain,
+    /// An incarnation does not give the job up once its process runs.
+    KeepWhatRuns,
+    /// Nor when somebody else may let it run.
+    KeepWhatMayRun,
     /// A restore that has pinned its image looks at the log once more.
     LookAgain,
     /// `gc` says that an attempt is given up before it removes anything of it.
@@ -69,7 +71,7 @@ enum Rule {
     PruneKnowsItsImages,
 }
 
-const RULES: [Rule; 17] = [
+const RULES: [Rule; 18] = [
     Rule::ConditionalWrites,
     Rule::HeedOwnDropped,
     Rule::HeedOpens,
@@ -80,8 +82,9 @@ const RULES: [Rule; 17] = [
     Rule::CloseBeforeRunning,
     Rule::ResumeHeeds,
     Rule::ResumeKnowsOlder,
-    Rule::OpenBeforeChoosing,
-    Rule::OpenEvenLate,
+    Rule::ChooseAgain,
+    Rule::KeepWhatRuns,
+    Rule::KeepWhatMayRun,
     Rule::LookAgain,
     Rule::DroppedBeforeData,
     Rule::GcLooks,
@@ -297,13 +300,18 @@ fn a_resume_that_takes_an_older_save_for_a_newer_one_is_caught() {
 }
 
 #[test]
-fn an_incarnation_that_chooses_before_it_opens_is_caught() {
-    is_caught(Rule::OpenBeforeChoosing, &[Wrong::OlderRestored]);
+fn an_incarnation_that_keeps_its_first_choice_is_caught() {
+    is_caught(Rule::ChooseAgain, &[Wrong::OlderRestored]);
 }
 
 #[test]
-fn an_incarnation_that_takes_an_image_without_the_job_is_caught() {
-    is_caught(Rule::OpenEvenLate, &[Wrong::RestoredUnopened]);
+fn an_incarnation_that_gives_the_job_up_and_runs_is_caught() {
+    is_caught(Rule::KeepWhatRuns, &[Wrong::ImageOfFenced]);
+}
+
+#[test]
+fn an_incarnation_that_gives_the_job_up_and_may_run_is_caught() {
+    is_caught(Rule::KeepWhatMayRun, &[Wrong::RestoredUnopened]);
 }
 
 #[test]

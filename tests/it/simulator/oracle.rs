@@ -67,10 +67,9 @@ impl fmt::Display for Violation {
     }
 }
 
-/// What a saver said of its attempt last.
+/// What was said of an attempt that is to be no image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Word {
-    Committed,
     NoImage,
     RunsOn,
 }
@@ -83,6 +82,8 @@ pub(super) struct Oracle {
     words: HashMap<String, Word>,
     /// Attempts that were sealed at any time.
     sealed: HashSet<String>,
+    /// Writers that went on with the job from an image.
+    restored: HashSet<String>,
     violation: Option<Violation>,
     /// How often what happened: a run in which nothing happens proves nothing.
     seen: HashMap<&'static str, u64>,
@@ -152,8 +153,9 @@ impl Oracle {
         self.must(!self.is_dropped(attempt), Wrong::ImageOfGivenUp, || {
             format!("an image of attempt {attempt}, which was given up")
         });
-        // What was sealed together becomes images together, in its order.
+        // What was sealed together becomes images together, in its order; and who gave the job up again has not gone on with it.
         let is_sealed = |writer: &str| self.sealed.contains(writer);
+        let is_harmless = |writer: &str| is_sealed(writer) || self.gave_up(writer);
         let ours = self.position(|entry| is_open(entry, &image.writer));
         let since = self.log.iter().skip(ours.unwrap_or(0));
         let other = since
@@ -161,7 +163,7 @@ impl Oracle {
                 Entry::Open { writer } if *writer != image.writer => Some(writer),
                 _ => None,
             })
-            .find(|writer| !(is_sealed(attempt) && is_sealed(writer)))
+            .find(|writer| !(is_sealed(attempt) && is_harmless(writer)))
             .cloned();
         self.must(other.is_none(), Wrong::ImageOfFenced, || {
             let other = other.unwrap_or_default();
@@ -213,7 +215,6 @@ impl Oracle {
     /// A saver's exit status says that its image is there.
     pub(super) fn says_committed(&mut self, attempt: &str) {
         self.count("said committed");
-        self.words.insert(attempt.to_owned(), Word::Committed);
         self.must(self.image_slot(attempt).is_some(), Wrong::NoImage, || {
             format!("attempt {attempt} was said to be an image")
         });
@@ -222,25 +223,19 @@ impl Oracle {
     /// A saver's exit status says that the newest image is what it was before.
     pub(super) fn says_no_image(&mut self, attempt: &str) {
         self.count("said no image");
-        self.no_image(attempt, Word::NoImage, Wrong::ImageAgainstWord);
-    }
-
-    /// The target goes on from where it was saved.
-    pub(super) fn runs_on(&mut self, attempt: &str) {
-        self.count("given back");
-        self.no_image(attempt, Word::RunsOn, Wrong::ImageOfRunning);
-    }
-
-    fn no_image(&mut self, attempt: &str, word: Word, wrong: Wrong) {
         // A job that runs on does so whatever its saver says last.
-        let said = self.words.entry(attempt.to_owned()).or_insert(word);
-        if *said != Word::RunsOn {
-            *said = word;
-        }
+        let said = self.words.entry(attempt.to_owned());
+        said.or_insert(Word::NoImage);
         let image = self.image_slot(attempt);
-        self.must(image.is_none(), wrong, || {
+        self.must(image.is_none(), Wrong::ImageAgainstWord, || {
             format!("attempt {attempt} is said to come to nothing, and is image {image:?}")
         });
+    }
+
+    /// The target goes on from where it was saved. An image that is there already is as good as one of a job that is to run on.
+    pub(super) fn runs_on(&mut self, attempt: &str) {
+        self.count("given back");
+        self.words.insert(attempt.to_owned(), Word::RunsOn);
     }
 
     /// The spill has a whole save.
@@ -270,8 +265,12 @@ impl Oracle {
                 format!("{writer} restored image {generation} without opening the job")
             });
         };
+        self.restored.insert(writer.to_owned());
         self.must(restored < opened, Wrong::RestoredUnopened, || {
             format!("{writer} opened the job in slot {opened} and restored image {generation}")
+        });
+        self.must(!self.is_dropped(writer), Wrong::RestoredUnopened, || {
+            format!("{writer} gave the job up and restored image {generation}")
         });
         let newest = self.live_images().filter(|slot| *slot < opened).max();
         self.must(
@@ -322,7 +321,7 @@ impl Oracle {
             let began = self.saving_position(attempt);
             let may_have_gone_on = |entry: &Entry| match entry {
                 Entry::Image(image) => self.saving_position(&image.attempt) >= began,
-                Entry::Open { writer } => !here.contains(writer.as_str()),
+                Entry::Open { writer } => !here.contains(writer.as_str()) && !self.gave_up(writer),
                 Entry::Saving(saving) => !here.contains(saving.writer.as_str()),
                 _ => false,
             };
@@ -372,6 +371,14 @@ impl Oracle {
     fn is_dropped(&self, attempt: &str) -> bool {
         let is_it = |entry: &Entry| matches!(entry, Entry::Dropped { attempt: other, .. } if other == attempt);
         self.log.iter().any(is_it)
+    }
+
+    /// Whether a writer that opened the job says that nothing came of that. A saver's target runs all the same.
+    fn gave_up(&self, writer: &str) -> bool {
+        // Of one that others gave up nobody knows what it had done.
+        let says_so = |entry: &Entry| matches!(entry, Entry::Dropped { writer: by, attempt } if by == writer && attempt == writer);
+        let has_saved = self.saving_position(writer).is_some();
+        self.log.iter().any(says_so) && !has_saved && !self.restored.contains(writer)
     }
 
     fn is_bad(&self, slot: usize) -> bool {

@@ -6,12 +6,13 @@ use ckptstream::config::RetentionConfig;
 use ckptstream::image::{Image, ImageError, ImageRef, list_images};
 use ckptstream::job_log::{Entry, JobLog, append};
 use ckptstream::ownership::Ownership;
-use ckptstream::store::{Store, StoreError};
+use ckptstream::sealed::Sealed;
+use ckptstream::store::{Key, Store, StoreError};
 use ckptstream::upkeep::{self, GcOptions, pins};
 
 use super::Rule;
 use super::oracle::KEEP;
-use super::process::Process;
+use super::process::{Journal, Process};
 use super::sample::{job, key};
 
 /// How an incarnation is started.
@@ -19,18 +20,55 @@ use super::sample::{job, key};
 pub(super) struct Restore {
     /// It asks for an image by its generation, for a fresh process.
     pub(super) is_named: bool,
-    /// The image turns out to be of no use.
-    pub(super) fails: bool,
+    /// It looks into the spill, and takes no image when a newer save lies there.
+    pub(super) sees_spill: bool,
+    pub(super) ends: RestoreEnd,
 }
 
-/// `restore`, as `src/restore.rs` tells it: opens the job, chooses, pins, looks again, reads.
+/// How a restore ends that nothing else keeps from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RestoreEnd {
+    /// The process runs.
+    Runs,
+    /// The image turns out to be of no use for it when it runs.
+    Bad,
+    /// Its GPUs are of no use for the image: exit 20.
+    Refused,
+    /// It has its memory, and cannot be unlocked: exit 21. `recover` can.
+    Locked,
+}
+
+/// `restore`, as `src/restore.rs` tells it: chooses, opens the job, chooses again, pins, looks once more, reads.
 pub(super) async fn restore(process: Process, how: Restore) {
-    if let Some(image) = read(&process, how).await
-        && how.fails
-    {
-        let store = &*process.store;
+    let (store, writer) = (&*process.store, &*process.name);
+    let Some((wanted, image)) = first_choice(&process, how).await else {
+        return;
+    };
+    let Ok(log) = process.log().await else { return };
+    let Ok(mut ours) = Ownership::open(store, job(), writer, log).await else {
+        return;
+    };
+    let taken = pin_what_is_chosen(&process, how, wanted, &mut ours, image).await;
+    let done = match &taken {
+        Some((image, pin)) => {
+            let done = put_back(&process, how, image).await;
+            process.delete(pin).await;
+            done
+        }
+        None => PutBack::Not,
+    };
+    let gives_up = match done {
+        PutBack::Not => true,
+        PutBack::MayRun => process.breaks(Rule::KeepWhatMayRun),
+        PutBack::Runs => process.breaks(Rule::KeepWhatRuns),
+    };
+    if gives_up {
+        // Where it fails the job stays opened, which is safe.
+        let _given_up = ours.give_up(store).await;
+    }
+    if let (PutBack::Runs, RestoreEnd::Bad, Some((image, _))) = (done, how.ends, &taken) {
         let bad = Entry::Bad {
-            writer: process.name.to_string(),
+            writer: writer.to_owned(),
             generation: image.generation,
         };
         // Who cannot say it leaves the image to the next one, which finds out the same.
@@ -38,57 +76,99 @@ pub(super) async fn restore(process: Process, how: Restore) {
     }
 }
 
-async fn read(process: &Process, how: Restore) -> Option<Image> {
-    let (store, writer) = (&*process.store, &*process.name);
-    let log = process.log().await.ok()?;
+async fn first_choice(process: &Process, how: Restore) -> Option<(ImageRef, Image)> {
     let mut wanted = ImageRef::Latest;
-    let images = log.images();
-    if how.is_named && !images.is_empty() {
-        wanted = ImageRef::Generation(images[process.draw(images.len())].0);
-    }
-    let is_there = !images.is_empty();
-    let chosen_early = match process.breaks(Rule::OpenBeforeChoosing) {
-        true => Image::open(store, job(), wanted).await.ok(),
-        false => None,
-    };
-    let mut ours = None;
-    if is_there {
-        ours = Some(Ownership::open(store, job(), writer, log).await.ok()?);
-    }
-    let (mut image, _) = match chosen_early {
-        Some(chosen) => chosen,
-        None => Image::open(store, job(), wanted).await.ok()?,
-    };
-    if ours.is_none() && !process.breaks(Rule::OpenEvenLate) {
-        // It was committed meanwhile: it is chosen once the job is ours.
-        let log = process.log().await.ok()?;
-        ours = Some(Ownership::open(store, job(), writer, log).await.ok()?);
-        (image, _) = Image::open(store, job(), wanted).await.ok()?;
-    }
-    let mut pin = None;
-    if let Some(ours) = &mut ours {
-        let put = pins::pin(store, job(), &image.attempt).await.ok()?;
-        if !process.breaks(Rule::LookAgain) {
-            let looked = ours.must_be_ours(store).await;
-            if looked.is_err() || looked.is_ok_and(|log| log.is_dropped(&image.attempt)) {
-                process.delete(&put).await;
-                return None;
-            }
+    if how.is_named {
+        let log = JobLog::read(&*process.store, job()).await.ok()?;
+        let images = log.images();
+        if !images.is_empty() {
+            wanted = ImageRef::Generation(images[process.draw(images.len())].0);
         }
-        pin = Some(put);
+    }
+    let image = choose(process, how, wanted).await?;
+    Some((wanted, image))
+}
+
+async fn choose(process: &Process, how: Restore, wanted: ImageRef) -> Option<Image> {
+    let store = &*process.store;
+    if how.sees_spill && !how.is_named {
+        let sealed = Sealed::all(&process.spill, job()).await.ok()?;
+        let log = JobLog::read(store, job()).await.ok()?;
+        if sealed.iter().any(|sealed| sealed.is_ahead_of(&log)) {
+            return None;
+        }
+    }
+    let (image, _) = Image::open(store, job(), wanted).await.ok()?;
+    Some(image)
+}
+
+/// What was committed until the job was opened is seen now; nothing is later.
+async fn pin_what_is_chosen(
+    process: &Process,
+    how: Restore,
+    wanted: ImageRef,
+    ours: &mut Ownership,
+    mut image: Image,
+) -> Option<(Image, Key)> {
+    let store = &*process.store;
+    let newest = ours.log().images().first().map(|(newest, _)| *newest);
+    let has_grown = newest.is_some_and(|newest| newest != image.generation);
+    if wanted == ImageRef::Latest && has_grown && !process.breaks(Rule::ChooseAgain) {
+        image = choose(process, how, wanted).await?;
+    }
+    let pin = pins::pin(store, job(), &image.attempt).await.ok()?;
+    if process.breaks(Rule::LookAgain) {
+        return Some((image, pin));
+    }
+    let looked = ours.must_be_ours(store).await;
+    if looked.is_err() || looked.is_ok_and(|log| log.is_dropped(&image.attempt)) {
+        process.delete(&pin).await;
+        return None;
+    }
+    Some((image, pin))
+}
+
+/// What became of a process that was to get its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PutBack {
+    /// It never runs with this image.
+    Not,
+    /// It has all of it, and whoever unlocks it lets it run.
+    MayRun,
+    Runs,
+}
+
+async fn put_back(process: &Process, how: Restore, image: &Image) -> PutBack {
+    if how.ends == RestoreEnd::Refused {
+        return PutBack::Not;
     }
     // Every chunk is verified before the driver is asked, and read again.
     for moment in ["verifies", "asks the driver"] {
         process.step(moment).await;
-        read_all(process, &image).await?;
+        if read_all(process, image).await.is_none() {
+            return PutBack::Not;
+        }
     }
-    process.say(&format!("restored image {}", image.generation), |oracle| {
-        oracle.restored(writer, image.generation, how.is_named);
+    let locked = Journal::Restore {
+        writer: process.name.to_string(),
+        generation: image.generation,
+        is_named: how.is_named,
+    };
+    process.node.journals.borrow_mut().push(locked.clone());
+    process.step("unlocks").await;
+    if how.ends == RestoreEnd::Locked {
+        return PutBack::MayRun;
+    }
+    process
+        .node
+        .journals
+        .borrow_mut()
+        .retain(|left| *left != locked);
+    let generation = image.generation;
+    process.say(&format!("restored image {generation}"), |oracle| {
+        oracle.restored(&process.name, generation, how.is_named);
     });
-    if let Some(pin) = pin {
-        process.delete(&pin).await;
-    }
-    Some(image)
+    PutBack::Runs
 }
 
 /// Everything that lies under an image. It was made sure of, so it must be there.

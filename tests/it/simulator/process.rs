@@ -26,15 +26,26 @@ const LONG: Duration = Duration::from_secs(24 * 3600);
 /// What a node keeps when a process on it ends.
 #[derive(Default)]
 pub(super) struct Node {
-    /// What savers wrote down whose targets are not as they were.
+    /// What was written down by those who left something to be done.
     pub(super) journals: RefCell<Vec<Journal>>,
 }
 
-/// A saver's notes for whoever finds them.
-#[derive(Debug, Clone)]
-pub(super) struct Journal {
-    pub(super) attempt: String,
-    pub(super) next_slot: u64,
+/// Notes for whoever finds them, of a target that is not as it was.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Journal {
+    /// It was being saved.
+    Save {
+        attempt: String,
+        next_slot: u64,
+        /// It has its memory again: it is locked, and `recover` unlocks it.
+        has_its_memory: bool,
+    },
+    /// It was being restored, and has its memory.
+    Restore {
+        writer: String,
+        generation: u64,
+        is_named: bool,
+    },
 }
 
 /// See the module.

@@ -18,7 +18,7 @@ use tokio::runtime::{Handle, Runtime};
 
 use super::Rule;
 use super::oracle::Violation;
-use super::others::{self, Restore};
+use super::others::{self, Restore, RestoreEnd};
 use super::process::{Node, Process};
 use super::sample::job;
 use super::saver::{self, Save, Spill};
@@ -591,10 +591,20 @@ fn draw_node(rng: &mut fastrand::Rng, theme: Theme) -> Vec<Task> {
         _ => (2, 3),
     };
     if rng.u32(..4) < restores {
+        let ends = match rng.u32(..16) {
+            0..=1 => RestoreEnd::Bad,
+            2..=3 => RestoreEnd::Refused,
+            4..=5 => RestoreEnd::Locked,
+            _ => RestoreEnd::Runs,
+        };
         node.push(Task::Restore(Restore {
             is_named: rng.bool(),
-            fails: rng.u32(..8) == 0,
+            sees_spill: rng.bool(),
+            ends,
         }));
+        if rng.bool() {
+            node.push(Task::Recover);
+        }
     }
     for _ in 0..rng.usize(..4) {
         let ways = [Spill::Keep, Spill::GiveBack, Spill::Always];

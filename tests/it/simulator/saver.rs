@@ -261,6 +261,8 @@ impl Attempt<'_> {
         if !is_given_back {
             return true;
         }
+        self.write_down(true);
+        process.step("has its memory").await;
         if !process.breaks(Rule::CloseBeforeRunning) {
             let place = Sealed::key(job(), &self.nonce).expect("a legal key");
             let unsealed = process.spill.delete(&place).await;
@@ -349,17 +351,24 @@ impl Attempt<'_> {
 
     /// Writes down how far it is.
     fn note(&mut self, next_slot: u64) {
-        self.forget();
         self.next_slot = next_slot;
-        self.process.node.journals.borrow_mut().push(Journal {
+        self.write_down(false);
+    }
+
+    fn write_down(&self, has_its_memory: bool) {
+        self.forget();
+        self.process.node.journals.borrow_mut().push(Journal::Save {
             attempt: self.nonce.clone(),
-            next_slot,
+            next_slot: self.next_slot,
+            has_its_memory,
         });
     }
 
     fn forget(&self) {
         let mut journals = self.process.node.journals.borrow_mut();
-        journals.retain(|journal| journal.attempt != self.nonce);
+        journals.retain(
+            |left| !matches!(left, Journal::Save { attempt, .. } if *attempt == self.nonce),
+        );
     }
 
     fn sample(&self) -> &'static Sample {
@@ -393,28 +402,65 @@ fn elsewhere() -> ProcessIdentity {
     }
 }
 
-/// `recover` after savers that died, or left something to be done, and whose targets are gone since, as `src/recover.rs` tells it.
+/// `recover` after those who died, or left something to be done, as `src/recover.rs` tells it. Targets that cannot run any more are gone by then.
 pub(super) async fn recover(process: Process) {
     let journals = process.node.journals.take();
     for left in journals {
-        if close_left(&process, &left).await.is_none() {
+        let done = match &left {
+            Journal::Restore {
+                writer,
+                generation,
+                is_named,
+            } => {
+                process.step("unlocks").await;
+                process.say(
+                    &format!("lets image {generation} of {writer} run"),
+                    |oracle| {
+                        oracle.restored(writer, *generation, *is_named);
+                    },
+                );
+                Some(())
+            }
+            Journal::Save {
+                attempt,
+                next_slot,
+                has_its_memory,
+            } => close_left(&process, attempt, *next_slot, *has_its_memory).await,
+        };
+        if done.is_none() {
             process.node.journals.borrow_mut().push(left);
         }
     }
 }
 
 /// `None` when there is still something to be done.
-async fn close_left(process: &Process, left: &Journal) -> Option<()> {
-    let (store, attempt) = (&*process.store, left.attempt.as_str());
-    let sealed = Sealed::read(&process.spill, job(), attempt).await;
+async fn close_left(
+    process: &Process,
+    attempt: &str,
+    next_slot: u64,
+    has_its_memory: bool,
+) -> Option<()> {
+    let store = &*process.store;
+    let mut is_sealed = !matches!(Sealed::read(&process.spill, job(), attempt).await, Ok(None));
     let log = JobLog::read(store, job()).await.ok()?;
+    if has_its_memory {
+        if is_sealed {
+            // Whoever resumes it now makes an image of it.
+            let _claim = process.claim_spill()?;
+            let place = Sealed::key(job(), attempt).ok()?;
+            process.spill.delete(&place).await.ok()?;
+            is_sealed = false;
+        }
+        process.step("unlocks").await;
+        process.say("lets the target run on", |oracle| oracle.runs_on(attempt));
+    }
     if log.is_image(attempt) {
         return Some(());
     }
-    if !matches!(sealed, Ok(None)) {
+    if is_sealed {
         return None;
     }
-    match append_dropped(store, job(), left.next_slot, attempt, attempt).await {
+    match append_dropped(store, job(), next_slot, &process.name, attempt).await {
         Ok(_slot) => {}
         // It came about after all.
         Err(AppendError::Fenced { .. }) => return Some(()),
@@ -458,8 +504,19 @@ async fn finish(process: &Process, sealed: &Sealed, together: &HashSet<String>) 
             true => HashSet::new(),
             false => sealed.begun_before(&log),
         };
+        let given_up: HashSet<&str> = log
+            .entries()
+            .filter_map(|(_, entry)| match entry {
+                Entry::Open { writer } if log.has_given_up(writer) => Some(writer.as_str()),
+                _ => None,
+            })
+            .collect();
         let heeds = !process.breaks(Rule::ResumeHeeds);
-        let in_the_way = |there: &Entry| heeds && sealed.is_overtaken_by(there, together, &older);
+        let in_the_way = |there: &Entry| {
+            let has_given_up =
+                matches!(there, Entry::Open { writer } if given_up.contains(writer.as_str()));
+            heeds && !has_given_up && sealed.is_overtaken_by(there, together, &older)
+        };
         let mut since = log.entries().filter(|(slot, _)| *slot >= sealed.next_slot);
         if since.any(|(_, there)| in_the_way(there)) {
             return None;
