@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Kills or panics ckptstream at random steps of saves, spills, resumes and restores, and has a fresh process look at what is left: the old image or the new one,
+# Kills ckptstream, panics it, or takes store and spill away from it, at random steps of saves, spills, resumes, restores and recovers, and has a fresh process look at what is left: the old image or the new one,
 # whole, and the target as it was said to be.
 #
 # usage: crash-trials.sh [N [SEED]]     trials (300), and the seed of the first (random; printed)

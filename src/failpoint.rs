@@ -1,13 +1,14 @@
 //! Points at which a run can be made to die, so that what is left behind can be looked at.
 //!
-//! In: `CKPTSTREAM_FAILPOINT` in the environment, `POINT=ACTION` or `POINT=ACTION@N`: at the N-th time (from 1, the default) that the point is passed, `kill` raises SIGKILL on this very process, `panic` panics.
+//! In: `CKPTSTREAM_FAILPOINT` in the environment, `POINT=ACTION` or `POINT=ACTION@N`: at the N-th time (from 1, the default) that the point is passed, `kill` raises SIGKILL on this very process, `panic` panics,
+//! `io-error` fails from then on every request to the store and every access to the spill, `disk-error` only what goes to a directory.
 //! Out: nothing, if the variable is not set: then passing a point costs one load. What can fail: a variable that says something else ends the program at the first point with a panic, because a trial that does not try
 //! anything would count as passed.
 //!
 //! A point is named `step:what has just happened`. `docs/testkit.md` says how trials are made of them; `tests/it/crash.rs` passes through every one.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::process::{Signal, getpid, kill_process};
 
@@ -94,6 +95,17 @@ pub const RESTORE: &[&str] = &[
 enum Action {
     Kill,
     Panic,
+    IoError,
+    DiskError,
+}
+
+static STORES_FAIL: AtomicBool = AtomicBool::new(false);
+static DIRECTORIES_FAIL: AtomicBool = AtomicBool::new(false);
+
+/// Whether every access to a store of this kind fails by now.
+pub(crate) fn io_fails(is_directory: impl FnOnce() -> bool) -> bool {
+    STORES_FAIL.load(Ordering::Relaxed)
+        || DIRECTORIES_FAIL.load(Ordering::Relaxed) && is_directory()
 }
 
 /// What was asked for.
@@ -111,7 +123,9 @@ pub(crate) fn pass(point: &'static str) {
         let text = std::env::var(VARIABLE).ok()?;
         let armed = Armed::parse(&text);
         Some(armed.unwrap_or_else(|| {
-            panic!("{VARIABLE} = {text:?}: POINT=kill or POINT=panic, perhaps @N")
+            panic!(
+                "{VARIABLE} = {text:?}: POINT=kill, POINT=panic, POINT=io-error or POINT=disk-error, perhaps @N"
+            )
         }))
     });
     if let Some(armed) = armed {
@@ -126,6 +140,8 @@ impl Armed {
         let action = match action {
             "kill" => Action::Kill,
             "panic" => Action::Panic,
+            "io-error" => Action::IoError,
+            "disk-error" => Action::DiskError,
             _ => return None,
         };
         let count = count.parse().ok().filter(|count| *count > 0)?;
@@ -147,6 +163,8 @@ impl Armed {
         }
         match self.action {
             Action::Panic => panic!("at {point}, as {VARIABLE} asks"),
+            Action::IoError => STORES_FAIL.store(true, Ordering::Relaxed),
+            Action::DiskError => DIRECTORIES_FAIL.store(true, Ordering::Relaxed),
             Action::Kill => {
                 // It does not return; if the kernel refuses, the trial must not pass for one.
                 let refused = kill_process(getpid(), Signal::KILL);
@@ -174,6 +192,10 @@ mod tests {
                 .left
                 .into_inner(),
             1
+        );
+        assert_eq!(
+            Armed::parse("begin:begun=io-error").unwrap().action,
+            Action::IoError
         );
         for bad in [
             "",

@@ -30,8 +30,8 @@ const READ_BACK_LEN: u64 = 8 << 20;
 /// Ranges of one object that are read back at once. With [`READ_BACK_LEN`] 32 MiB for each GPU, about what its part buffers and pinned buffers took until then.
 const READ_BACK_PARALLELISM: usize = 4;
 
-/// How often an object is read back before it counts as damaged: a bit may flip on the way back too.
-const READ_BACKS: u32 = 2;
+/// How often an object is read before it counts as damaged: a bit may flip on the way back too.
+const READS: u32 = 2;
 
 /// Which image of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,6 +194,16 @@ pub enum Flaw {
     /// A name in the image makes no key.
     #[error("a key in the image is none")]
     Key(#[source] BadKey),
+}
+
+impl Flaw {
+    /// It shows in the bytes that came, so that it may have happened to them on the way.
+    fn may_be_of_the_way(&self) -> bool {
+        matches!(
+            self,
+            Flaw::ManifestDigest { .. } | Flaw::Content { .. } | Flaw::SeekTable { .. }
+        )
+    }
 }
 
 /// No image can be had.
@@ -487,32 +497,7 @@ async fn load(
     generation: u64,
     entry: &ImageEntry,
 ) -> Result<Image, LoadError> {
-    let key = Key::of_job(job, &entry.manifest_key).map_err(Flaw::Key)?;
-    let bytes = read_whole(store, &key, entry.manifest_len).await?;
-    let found = manifest::digest_of(&bytes);
-    if found != entry.manifest_digest {
-        return Err(LoadError::from(Flaw::ManifestDigest {
-            key: key.to_string(),
-            found,
-            expected: entry.manifest_digest,
-        }));
-    }
-    let manifest = Manifest::decode_and_verify(&bytes, job.as_str(), &entry.attempt);
-    let manifest = manifest.map_err(|source| Flaw::Content {
-        key: key.to_string(),
-        source,
-    })?;
-    for (field, same) in [
-        ("kind", manifest.kind == entry.kind),
-        ("raw_len", manifest.raw_len() == entry.raw_len),
-        ("stored_len", manifest.stored_len() == entry.stored_len),
-    ] {
-        if !same {
-            let key = key.to_string();
-            return Err(LoadError::from(Flaw::Disagreement { key, field }));
-        }
-    }
-
+    let manifest = patiently(|| load_manifest(store, job, entry)).await?;
     let extents: Vec<&ExtentRecord> = manifest.extents().collect();
     let etags = stream::iter(&extents)
         .map(|extent| async move {
@@ -543,14 +528,74 @@ async fn load(
     })
 }
 
+/// What a read found damaged is read once more before that counts.
+async fn patiently<T, F>(read: impl Fn() -> F) -> Result<T, LoadError>
+where
+    F: Future<Output = Result<T, LoadError>>,
+{
+    let mut reads_left = READS;
+    loop {
+        reads_left -= 1;
+        match read().await {
+            Err(LoadError::Flawed(flaw)) if flaw.may_be_of_the_way() && reads_left > 0 => {
+                let flaw = one_line(&flaw);
+                tracing::warn!("read with damage, reading again: {flaw}");
+            }
+            answer => return answer,
+        }
+    }
+}
+
+async fn load_manifest(
+    store: &dyn Store,
+    job: &JobName,
+    entry: &ImageEntry,
+) -> Result<Manifest, LoadError> {
+    let key = Key::of_job(job, &entry.manifest_key).map_err(Flaw::Key)?;
+    let bytes = read_whole(store, &key, entry.manifest_len).await?;
+    let found = manifest::digest_of(&bytes);
+    if found != entry.manifest_digest {
+        return Err(LoadError::from(Flaw::ManifestDigest {
+            key: key.to_string(),
+            found,
+            expected: entry.manifest_digest,
+        }));
+    }
+    let manifest = Manifest::decode_and_verify(&bytes, job.as_str(), &entry.attempt);
+    let manifest = manifest.map_err(|source| Flaw::Content {
+        key: key.to_string(),
+        source,
+    })?;
+    for (field, same) in [
+        ("kind", manifest.kind == entry.kind),
+        ("raw_len", manifest.raw_len() == entry.raw_len),
+        ("stored_len", manifest.stored_len() == entry.stored_len),
+    ] {
+        if !same {
+            let key = key.to_string();
+            return Err(LoadError::from(Flaw::Disagreement { key, field }));
+        }
+    }
+    Ok(manifest)
+}
+
 async fn load_table(
+    store: &dyn Store,
+    job: &JobName,
+    extent: &ExtentRecord,
+) -> Result<FrameTable, LoadError> {
+    let table = patiently(|| load_frame_table(store, job, extent)).await?;
+    patiently(|| check_seek_table(store, job, &table, &extent.object.key)).await?;
+    Ok(table)
+}
+
+async fn load_frame_table(
     store: &dyn Store,
     job: &JobName,
     extent: &ExtentRecord,
 ) -> Result<FrameTable, LoadError> {
     let key = Key::of_job(job, &extent.table.key).map_err(Flaw::Key)?;
     let bytes = read_whole(store, &key, extent.table.len).await?;
-    let object = extent.object.clone();
     let extent = extent.clone();
     // A table may hold 400,000 frames: too much work for the runtime's own threads.
     let decode = tokio::task::spawn_blocking(move || {
@@ -560,14 +605,12 @@ async fn load_table(
         Ok(table) => table,
         Err(error) => std::panic::resume_unwind(error.into_panic()),
     };
-    let table = table.map_err(|source| {
+    table.map_err(|source| {
         LoadError::from(Flaw::Content {
             key: key.to_string(),
             source,
         })
-    })?;
-    check_seek_table(store, job, &table, &object.key).await?;
-    Ok(table)
+    })
 }
 
 /// The seek table is for others: we go by the frame table. Where the two differ, the object is not what was stored.
@@ -642,7 +685,7 @@ pub(crate) async fn prove_landed(
         expect_checksum(key, Crc64::from_value(found), crc64)?;
         return Ok(info.etag);
     }
-    let mut reads_left = READ_BACKS;
+    let mut reads_left = READS;
     loop {
         let found = read_back(store, key, len, info.etag.as_deref()).await?;
         reads_left -= 1;

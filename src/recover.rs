@@ -15,6 +15,8 @@
 //!
 //! With `end` the processes that can only be ended are ended.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +30,7 @@ use crate::failpoint;
 use crate::image::image_id;
 use crate::job_log::{AppendError, Entry, JobLog, append_dropped};
 use crate::journal::{self, Found, Left, Step};
+use crate::pipeline::PipelineError;
 use crate::sealed::{SPILL_DIRECTORY, Sealed};
 use crate::session::Session;
 use crate::store::Store;
@@ -133,13 +136,37 @@ pub fn recover(
         let is_asked_for = options.pid.is_none_or(|asked| asked == pid)
             && job.is_none_or(|job| of.is_empty() || job.as_str() == of);
         if is_asked_for {
-            targets.push(work.look(found));
+            let name = match &found {
+                Found::Dead(left) => left.head.target.name.clone(),
+                Found::Alive(_) | Found::Damaged { .. } => String::new(),
+            };
+            let job = of.to_owned();
+            let row = catch_unwind(AssertUnwindSafe(|| work.look(found)));
+            targets.push(row.unwrap_or_else(|panic| gone_wrong(pid, name, job, panic.as_ref())));
         }
     }
     Ok(Recovered {
         state_dir: dir.display().to_string(),
         targets,
     })
+}
+
+/// A defect of ours, caught: the other targets are looked at all the same.
+fn gone_wrong(pid: u32, name: String, job: String, panic: &(dyn Any + Send)) -> Row {
+    let why = PipelineError::of_story(panic);
+    Row {
+        pid,
+        name,
+        state: "unknown".to_owned(),
+        job,
+        command: String::new(),
+        attempt: None,
+        image: None,
+        done: "nothing",
+        verdict: format!("{why}; its journal stays, so that it can be tried again"),
+        next: ExitCode::RolledBack.next(),
+        code: ExitCode::RolledBack,
+    }
 }
 
 struct Work<'a> {

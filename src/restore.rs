@@ -179,7 +179,7 @@ fn put_back_chosen(
 }
 
 /// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked. `must_come_before` is called when the process has its memory, and does
-/// not run yet; with it nobody unlocks the process before, whatever becomes of us.
+/// not run yet; with it nobody unlocks the process before, whatever becomes of us, nor after it where it says `false`.
 ///
 /// # Errors
 /// Exit 20 while the driver was not asked yet, 21 after.
@@ -190,7 +190,7 @@ pub(crate) fn bring_back(
     (custody, suspended): (&Custody, CheckpointedProcess),
     image: &Image,
     pairs: &[(GpuUuid, GpuUuid)],
-    must_come_before: Option<&mut dyn FnMut()>,
+    must_come_before: Option<&mut dyn FnMut() -> bool>,
 ) -> Result<Loaded, Failure> {
     if clock.phase() != Phase::Restore {
         clock.enter(Phase::Restore);
@@ -220,43 +220,51 @@ pub(crate) fn bring_back(
         Err(cause) if point.is_passed() => return Err(failed(Phase::Restore, cause)),
         Err(cause) => return Err(refused(cause)),
     };
-    let ended = catch_unwind(AssertUnwindSafe(|| {
-        failpoint::pass("restore:all copied");
-        clock.enter(Phase::Complete);
-        custody.note(Step::RestoreComplete);
-        if must_come_before.is_none() {
-            custody.may_be_locked();
-        }
-        let call = "the driver's complete (cuCheckpointOperationComplete)";
-        let locked = watchdog::watch(call, watchdog::USUAL, || restoring.complete())?;
-        let locked = match must_come_before {
-            None => locked,
-            Some(deed) => {
-                let locked = locked.unlocks_when_dropped(false);
-                failpoint::pass("restore:locked for good");
-                deed();
+    let ended = catch_unwind(AssertUnwindSafe(
+        || -> Result<(), Box<dyn Error + Send + Sync>> {
+            failpoint::pass("restore:all copied");
+            clock.enter(Phase::Complete);
+            custody.note(Step::RestoreComplete);
+            if must_come_before.is_none() {
                 custody.may_be_locked();
-                locked.unlocks_when_dropped(true)
             }
-        };
-        failpoint::pass("restore:completed");
-        clock.enter(Phase::Unlock);
-        let call = "the driver's unlock (cuCheckpointProcessUnlock)";
-        watchdog::watch(call, watchdog::USUAL, || locked.let_go())?;
-        custody.must_not_be_unlocked();
-        failpoint::pass("restore:unlocked");
-        match RunningProcess::attach(driver, target.pid) {
-            // It ran to its end before it was looked at.
-            Err(_) if target.ends_within(DYING_TIMEOUT) => Ok(()),
-            looked => looked.map(|_running| ()),
-        }
-    }));
-    let ended: Result<(), Box<dyn Error + Send + Sync>> = match ended {
-        Ok(ended) => ended.map_err(|error: DriverError| error.into()),
-        Err(panic) => Err(PipelineError::of_story(panic.as_ref()).into()),
-    };
+            let call = "the driver's complete (cuCheckpointOperationComplete)";
+            let locked = watchdog::watch(call, watchdog::USUAL, || restoring.complete())?;
+            let locked = match must_come_before {
+                None => locked,
+                Some(deed) => {
+                    let locked = locked.unlocks_when_dropped(false);
+                    failpoint::pass("restore:locked for good");
+                    if !deed() {
+                        return Err(StaysLocked { pid: target.pid }.into());
+                    }
+                    custody.may_be_locked();
+                    locked.unlocks_when_dropped(true)
+                }
+            };
+            failpoint::pass("restore:completed");
+            clock.enter(Phase::Unlock);
+            let call = "the driver's unlock (cuCheckpointProcessUnlock)";
+            watchdog::watch(call, watchdog::USUAL, || locked.let_go())?;
+            custody.must_not_be_unlocked();
+            failpoint::pass("restore:unlocked");
+            match RunningProcess::attach(driver, target.pid) {
+                // It ran to its end before it was looked at.
+                Err(_) if target.ends_within(DYING_TIMEOUT) => Ok(()),
+                looked => Ok(looked.map(|_running| ())?),
+            }
+        },
+    ));
+    let ended = ended.unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()));
     ended.map_err(|cause| failed(clock.phase(), cause))?;
     Ok(loaded)
+}
+
+/// What must come before the process runs did not.
+#[derive(Debug, thiserror::Error)]
+#[error("process {pid} has its memory and stays locked")]
+struct StaysLocked {
+    pid: u32,
 }
 
 /// Everything that a transfer to GPUs needs, in hand before the driver is asked.

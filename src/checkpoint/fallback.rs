@@ -7,7 +7,7 @@
 //! | before the seal is broken | a sealed save, which `resume` finishes |
 //! | after it | nothing of the save; the target is locked with its memory, or runs |
 //!
-//! A target is given back at most once, from bytes that were read back, and only if no image of the attempt can come into being: the seal is broken before the target runs.
+//! A target is given back at most once, from bytes that were read back, and only if no image of the attempt can come into being: the seal is broken before the target runs, or the attempt given up in the job's log. Where neither can be had it stays locked.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -36,7 +36,9 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 enum Seal {
     Whole,
     MayBeBroken,
-    /// It could not be broken, and why.
+    /// It could not be broken, and why. The job's log says that the attempt is given up, so nobody makes an image of it.
+    Ignored(String),
+    /// It could not be broken, and why. It may become an image.
     Stays(String),
 }
 
@@ -66,9 +68,15 @@ pub(super) fn sealed(
             let mut seal = Seal::Whole;
             let mut unseal = || {
                 seal = Seal::MayBeBroken;
-                if let Err(error) = spill.unseal(around.session, save) {
-                    seal = Seal::Stays(one_line(&error));
-                }
+                let Err(error) = spill.unseal(around.session, save) else {
+                    return true;
+                };
+                let is_given_up = give_up(around);
+                seal = match is_given_up {
+                    true => Seal::Ignored(one_line(&error)),
+                    false => Seal::Stays(one_line(&error)),
+                };
+                is_given_up
             };
             let process = (around.custody, suspended);
             let given = restore::bring_back(
@@ -88,11 +96,11 @@ pub(super) fn sealed(
                         .notes
                         .push("the target was given its memory back".to_owned());
                     match seal {
-                        Seal::Stays(why) => failure.attached.push(format!(
-                            "remove {} by hand, or a later `ckptstream resume` sets the job back: {why}",
+                        Seal::Ignored(why) => failure.attached.push(format!(
+                            "{} was given up and could not be removed: {why}",
                             spill.place_of(around.session, save)
                         )),
-                        Seal::Whole | Seal::MayBeBroken => spill.clear_away(around.session),
+                        _ => spill.clear_away(around.session),
                     }
                 }
                 Err(not_given) => {
@@ -100,8 +108,15 @@ pub(super) fn sealed(
                     failure
                         .attached
                         .push(format!("the target did not get its memory back: {why}"));
-                    if matches!(seal, Seal::MayBeBroken) {
-                        failure.code = let_go_if_unsealed(around, spill, save);
+                    match seal {
+                        Seal::MayBeBroken => {
+                            failure.code = let_go_if_unsealed(around, spill, save);
+                        }
+                        Seal::Stays(why) => failure.attached.push(format!(
+                            "neither {} could be removed ({why}) nor the attempt be given up in the job's log: with either the target can run; `ckptstream recover` tries it again",
+                            spill.place_of(around.session, save)
+                        )),
+                        Seal::Whole | Seal::Ignored(_) => {}
                     }
                 }
             }
@@ -118,6 +133,15 @@ pub(super) fn sealed(
     }
     failure.targets = vec![look(driver, target)];
     failure
+}
+
+/// Says in the job's log that the attempt is given up. Whether that stands there.
+fn give_up(around: Around<'_>) -> bool {
+    let dropping = around.attempt.drop_it(around.session);
+    let dropped = around
+        .session
+        .wait(async { tokio::time::timeout(LOOK_TIMEOUT, dropping).await });
+    matches!(dropped, Ok(Ok(())))
 }
 
 /// A defect of ours struck when the target had its memory already: once the seal is broken it is let go.

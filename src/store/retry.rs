@@ -28,6 +28,7 @@ use super::{
     Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, RetryLimit,
     Store, StoreError, UploadId, listing_name, read_slice,
 };
+use crate::failpoint;
 use crate::progress::Meter;
 
 /// A request that has been failing for so long is told of.
@@ -80,6 +81,8 @@ pub struct Retrying<S: ?Sized> {
     told_at: Mutex<Option<Instant>>,
     /// See [`Retrying::hold`].
     holds: AtomicBool,
+    /// See [`failpoint::io_fails`].
+    is_directory: bool,
     inner: Arc<S>,
 }
 
@@ -107,6 +110,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             meter,
             told_at: Mutex::new(None),
             holds: AtomicBool::new(false),
+            is_directory: inner.describe().starts_with("file:"),
             inner,
         }
     }
@@ -140,6 +144,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             meter: Arc::clone(&self.meter),
             told_at: Mutex::new(None),
             holds: AtomicBool::new(self.holds.load(Ordering::Relaxed)),
+            is_directory: self.is_directory,
             inner: Arc::clone(&self.inner),
         }
     }
@@ -152,6 +157,7 @@ impl<S: Store + ?Sized> Retrying<S> {
             meter: &self.meter,
             told_at: &self.told_at,
             holds: &self.holds,
+            is_directory: self.is_directory,
             operation,
             key,
             started: Instant::now(),
@@ -289,6 +295,7 @@ struct Attempts<'a> {
     meter: &'a Meter,
     told_at: &'a Mutex<Option<Instant>>,
     holds: &'a AtomicBool,
+    is_directory: bool,
     operation: &'static str,
     key: &'a str,
     started: Instant,
@@ -307,11 +314,19 @@ impl Attempts<'_> {
         attempt: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
         self.count += 1;
+        let broken = failpoint::io_fails(|| self.is_directory)
+            .then(|| self.transient("an I/O error, as a trial asks"));
+        let answer = async {
+            match broken {
+                Some(error) => Err(error),
+                None => attempt.await,
+            }
+        };
         let cut = tokio::select! {
             biased;
             () = self.cancel.cancelled() => RunEnd::Cancelled,
             () = passes(&mut self.deadline) => RunEnd::Deadline,
-            result = attempt => RunEnd::Answer(result),
+            result = answer => RunEnd::Answer(result),
         };
         match cut {
             RunEnd::Cancelled => Err(self.cancelled()),

@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Mutex;
 
-use ckptstream::failpoint::{GIVE_BACK, RESTORE, RESUME, SAVE, SPILL};
+use ckptstream::failpoint::{GIVE_BACK, RECOVER, RESTORE, RESUME, SAVE, SPILL};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -11,7 +11,7 @@ use crate::support::scene::{Saver, Scene, TARGET, told};
 use crate::support::{Node, Run, Target, step_of};
 
 /// How a trial ends its victim.
-const ACTIONS: [&str; 2] = ["kill", "panic"];
+const ACTIONS: [&str; 3] = ["kill", "panic", "io-error"];
 
 /// Names a part of a point's name: only deaths there are tried.
 const ONLY: &str = "CRASH_ONLY";
@@ -32,6 +32,11 @@ impl Death {
 
     fn is_kill(self) -> bool {
         self.action == "kill"
+    }
+
+    /// The victim lives, and cannot reach a store any more.
+    fn is_io_error(self) -> bool {
+        self.action == "io-error"
     }
 }
 
@@ -92,6 +97,11 @@ impl Ground {
         let run = saver.cli.dying_at(&death.failpoint()).run(args);
         if death.is_kill() {
             assert_eq!(run.code, -1, "{death:?} did not die: {run:?}");
+        } else if death.is_io_error() {
+            assert!(
+                (0..=21).contains(&run.code),
+                "{death:?}: no verdict: {run:?}"
+            );
         } else {
             assert!(
                 run.stderr.contains("panicked"),
@@ -160,10 +170,14 @@ fn deaths(points: &'static [&'static str]) -> Vec<Death> {
 
 /// Tries them all, some at a time.
 fn try_all(deaths: Vec<Death>, try_one: impl Fn(&Ground, Death) + Sync) {
-    let next = Mutex::new(deaths.into_iter());
+    // Who cannot reach a store is mostly waiting.
+    let (waiting, busy): (Vec<_>, Vec<_>) = deaths.into_iter().partition(|it| it.is_io_error());
+    let waiting = (12.min(waiting.len()), Mutex::new(waiting.into_iter()));
+    let busy = (3.min(busy.len()), Mutex::new(busy.into_iter()));
+    let (try_one, teams) = (&try_one, [&waiting, &busy]);
     std::thread::scope(|scope| {
-        for _ in 0..3 {
-            scope.spawn(|| {
+        for (_, next) in teams.into_iter().flat_map(|team| vec![team; team.0]) {
+            scope.spawn(move || {
                 let ground = Ground::new();
                 loop {
                     let death = next.lock().expect("no holder panics").next();
@@ -194,13 +208,21 @@ fn save(ground: &Ground, death: Death) {
     if death.is_kill() {
         must_be_recovered(ground, &job, death, is_entered, &target);
     }
-    if stage_of(death) == "prepare" || death.is_kill() && stage_of(death) == "lock" {
+    // All that needed the store was done by then.
+    let is_prepared =
+        death.is_io_error() && ["prepare:announced", "prepare:memory ready"].contains(&death.point);
+    let is_untouched = stage_of(death) == "prepare" && !is_prepared;
+    if is_untouched || death.is_kill() && stage_of(death) == "lock" {
         ground.scene.must_compute_on(&mut target);
         ground.must_have_computed_rightly(target);
     } else if !death.is_kill() {
         // The spill catches what fails after BEGIN and before the commit.
         let expected = match stage_of(death) {
-            "lock" => &[10][..],
+            // The spill is out of reach, too.
+            "prepare" | "lock" | "begin" | "stream" | "land" if death.is_io_error() => &[12][..],
+            "commit" | "complete" if death.is_io_error() && is_entered => &[0],
+            "commit" if death.is_io_error() => &[12, 13],
+            "lock" => &[10],
             "begin" => &[12],
             "stream" | "land" => &[11, 12],
             "commit" => &[11, 12, 13],
@@ -331,7 +353,15 @@ fn give_back(ground: &Ground, death: Death) {
     assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
     // Once the seal is broken the target has its memory: it is let go by whoever is left, the saver, its guard, or `recover`.
     let is_unguarded = death.is_kill() && death.point == "spill:unsealed";
-    let is_locked = is_unguarded || death.point == "restore:locked for good";
+    // Without store and spill the save can neither be unsealed nor given up.
+    let is_locked = match death.is_io_error() {
+        true => told(&run) == Some("locked"),
+        false => is_unguarded || death.point == "restore:locked for good",
+    };
+    assert!(
+        is_locked || !death.is_io_error() || death.point != "restore:locked for good",
+        "{death:?}: {run:?}"
+    );
     let is_its_own = !is_locked
         && matches!(
             death.point,
@@ -428,6 +458,9 @@ fn restore(ground: &Ground, death: Death) {
             assert_eq!(ended.report["recovered"][0]["done"], "ended", "{ended:?}");
             assert_eq!(told(&ended), Some("gone"));
         }
+    } else if death.is_io_error() && run.code == 0 {
+        fresh.wait_for("step ");
+        ground.must_have_computed_rightly(fresh);
     } else {
         assert!([20, 21].contains(&run.code), "{death:?}: {run:?}");
         if run.code == 20 {
@@ -437,6 +470,40 @@ fn restore(ground: &Ground, death: Death) {
             ground.must_have_computed_rightly(fresh);
         }
     }
+}
+
+#[test]
+fn a_recover_that_dies_is_done_again() {
+    try_all(deaths(RECOVER), recover);
+}
+
+fn recover(ground: &Ground, death: Death) {
+    let job = ground.job();
+    let mut target = ground.target();
+    refuse_parts(ground);
+    // It leaves a target that has its memory, is locked, and whose save is sealed; nobody guards it.
+    let before = Death {
+        point: "restore:locked for good",
+        action: "kill",
+        at: 1,
+    };
+    let args = format!("checkpoint --then resume --pid {}", target.pid());
+    ground.dies(&job, before, &args);
+    refuse_nothing(ground);
+    let args = format!("recover --pid {}", target.pid());
+    let run = ground.dies(&job, death, &args);
+    let again = ground.saver(&job).cli.ok(&args);
+    assert_eq!(
+        again["recovered"][0]["done"], "closed",
+        "{death:?}: {run:?} {again}"
+    );
+    let settled = ground.saver(&job).cli.ok(&args);
+    assert_eq!(settled["recovered"], json!([]), "{death:?}");
+    ground.scene.must_compute_on(&mut target);
+    ground.must_have_computed_rightly(target);
+    let resumed = ground.saver(&job).cli.run("resume");
+    assert_eq!(resumed.code, 7, "{death:?}: {resumed:?}");
+    assert_eq!(ground.must_be_sound(&job, death), 1, "{death:?}");
 }
 
 #[test]
@@ -468,11 +535,12 @@ fn what_recover_finds_committed_stays_committed() {
 type Try = fn(&Ground, Death);
 
 /// Where a trial may happen, and what tries it.
-const SCENES: [(&[&str], Try); 5] = [
+const SCENES: [(&[&str], Try); 6] = [
     (SAVE, save),
     (SPILL, spill),
     (GIVE_BACK, give_back),
     (RESUME, resume),
+    (RECOVER, recover),
     (RESTORE, restore),
 ];
 

@@ -291,3 +291,26 @@ fn a_save_that_went_to_the_spill_first_is_resumed_when_the_store_fails() {
     scene.must_compute_on(&mut target);
     scene.must_have_computed_rightly(target);
 }
+
+#[test]
+fn a_seal_that_cannot_be_broken_is_given_up_in_the_log() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    let mut target = target(scene);
+    scene.server.set_rules(&refuse("UploadPart", ".zst"));
+    let saver = spilling.saver("");
+    // The disk fails when the target has its memory back.
+    let cli = saver.cli.dying_at("restore:locked for good=disk-error");
+    let run = cli.run(&format!("checkpoint --then resume --pid {}", target.pid()));
+    scene.server.set_rules(&json!([]));
+    assert_eq!((run.code, told(&run)), (10, Some("running")), "{run:?}");
+    assert!(
+        run.stderr.contains("was given up and could not be removed"),
+        "{run:?}"
+    );
+    scene.must_compute_on(&mut target);
+    scene.must_have_computed_rightly(target);
+    let resumed = spilling.saver("").cli.run("resume");
+    assert_ne!(resumed.code, 0, "{resumed:?}");
+    assert_eq!(scene.images("job"), [0_u64; 0]);
+}

@@ -585,6 +585,30 @@ fn bytes_that_are_damaged_on_the_way_are_fetched_again_or_refused() {
 }
 
 #[test]
+fn what_describes_an_image_is_read_again_before_it_counts_as_damaged() {
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    scene.save("job");
+    let saver = scene.saver("job", "");
+    // The first GET of a data object is of its seek table.
+    for key in ["/log/0000000", "manifest.json", ".frames.json", ".zst"] {
+        let action = json!({"wire": "flip-bit", "bytes": 9});
+        let rule = json!({"op": "GetObject", "key_contains": key, "nth": 1, "action": action});
+        scene.server.set_rules(&json!([rule]));
+        scene.server.forget_requests();
+        let mut fresh = scene.fresh();
+        let args = format!("restore --pid {} --into-fresh", fresh.pid());
+        let run = saver.cli.run(&args);
+        assert_eq!(run.code, 0, "{key}: {run:?}");
+        let reads = scene.server.requests("GetObject");
+        let flipped = reads.iter().filter(|read| read["fault"] == 0).count();
+        assert_eq!(flipped, 1, "{key}");
+        assert_eq!(run.report["image"], "00000006", "{key}");
+        scene.must_compute_on(&mut fresh);
+    }
+}
+
+#[test]
 fn a_part_that_is_damaged_on_the_way_is_sent_again() {
     let scene = Scene::new(&[]);
     let rule = json!({"op": "UploadPart", "nth": 1, "action": {"wire": "flip-bit", "of": "request", "bytes": 1000}});

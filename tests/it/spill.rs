@@ -247,6 +247,30 @@ fn a_restore_that_is_refused_fences_nobody() {
 }
 
 #[test]
+fn a_restore_that_failed_with_the_memory_in_place_keeps_the_job() {
+    let spilling = Spilling::new();
+    let scene = &spilling.scene;
+    scene.save("job");
+    let target = scene.target();
+    scene.server.set_rules(&refuse(SITES[0]));
+    let checkpoint = format!("checkpoint --pid {}", target.pid());
+    let run = spilling.saver("").cli.run(&checkpoint);
+    scene.server.set_rules(&json!([]));
+    assert_eq!(run.code, 11, "{run:?}");
+    // Elsewhere the image before goes into a process that is not unlocked: whoever does that goes on with the job.
+    let fresh = scene.fresh();
+    let elsewhere = scene
+        .saver("job", "fault=cuCheckpointProcessUnlock#1=code:999")
+        .cli;
+    let restore = format!("restore --pid {} --into-fresh", fresh.pid());
+    let failed = elsewhere.run(&restore);
+    assert_failed("not unlocked", &failed, 21, "unlock", &[]);
+    let resumed = spilling.saver("").cli.run("resume");
+    assert_failed("it may run", &resumed, 4, "read", &[]);
+    assert_eq!(scene.images("job"), [1]);
+}
+
+#[test]
 fn a_sealed_save_does_not_set_back_a_job_that_went_on() {
     let spilling = Spilling::new();
     let (_target, _) = spilling.spilled(SITES[0]);
