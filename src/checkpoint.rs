@@ -78,7 +78,7 @@ pub fn checkpoint(
     then: Then,
     while_saved: WhileSaved,
 ) -> Result<Outcome, Failure> {
-    let while_saved = match (session.deadline, while_saved) {
+    let while_saved = match (session.deadline(), while_saved) {
         // The node goes away: there is no time to wait for others.
         (Some(_), WhileSaved::Wait) => WhileSaved::TakeOver,
         (_, wanted) => wanted,

@@ -6,6 +6,7 @@
 
 mod environment;
 mod raw;
+mod supervise;
 mod value;
 
 use std::collections::BTreeMap;
@@ -20,8 +21,9 @@ use crate::journal;
 pub use environment::Environment;
 pub use raw::{
     CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawPipeline,
-    RawRestore, RawRetention, RawSpill, RawStore,
+    RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
 };
+pub use supervise::{Contexts, DeadlinePolicy, PreemptConfig, RunConfig, Source};
 
 use value::{GIB, MIB, Setting, TIB};
 
@@ -44,6 +46,10 @@ pub struct Config {
     pub spill: SpillConfig,
     /// What `gc` and `prune` leave alone.
     pub retention: RetentionConfig,
+    /// How a supervised job is started, restored and ended.
+    pub run: RunConfig,
+    /// Who says that the node goes away, and what is done then.
+    pub preempt: PreemptConfig,
     /// Where this node keeps what is under way; `None` is the default of [`Config::state_dir`].
     pub state_dir: Option<PathBuf>,
     /// Time from now until the node is gone, when known (`--deadline`).
@@ -432,6 +438,8 @@ impl Config {
             restore: RestoreConfig::resolve(&raw.restore)?,
             spill: SpillConfig::resolve(&raw.spill)?,
             retention: RetentionConfig::resolve(overrides, &raw.retention)?,
+            run: RunConfig::resolve(&raw.job)?,
+            preempt: PreemptConfig::resolve(&raw.preempt, raw.spill.path.is_some())?,
             state_dir,
             deadline,
         })

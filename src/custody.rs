@@ -9,6 +9,7 @@ use crate::error::ExitCode;
 use crate::guard::Guard;
 use crate::journal::{self, Head, Journal, JournalError, Step};
 use crate::session::Session;
+use crate::store::Store;
 use crate::target::{Target, TargetError};
 use crate::writer::ProcessIdentity;
 

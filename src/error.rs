@@ -21,6 +21,8 @@ pub enum ExitCode {
     Preflight = 3,
     /// The job or the target belongs to someone else.
     NotOurs = 4,
+    /// The save does not fit into the notice, and was refused: the target runs.
+    DoesNotFit = 5,
     /// Nothing to restore: proved that there is no image, or the job finished.
     NothingToRestore = 6,
     /// Nothing to save: the target ended by itself, or is already suspended under a committed image.
@@ -37,6 +39,8 @@ pub enum ExitCode {
     CommittedTargetAstray = 14,
     /// Another writer took the job after BEGIN.
     Fenced = 15,
+    /// Suspended and alive; its GPU memory is in an image, its host memory in the process alone.
+    HostMemoryNotSaved = 16,
     /// Restore refused before the driver was touched.
     RestoreRefused = 20,
     /// Restore failed after the driver was touched: end the target and restore again.
@@ -50,6 +54,7 @@ impl ExitCode {
         ExitCode::Config,
         ExitCode::Preflight,
         ExitCode::NotOurs,
+        ExitCode::DoesNotFit,
         ExitCode::NothingToRestore,
         ExitCode::NothingToSave,
         ExitCode::RolledBack,
@@ -58,6 +63,7 @@ impl ExitCode {
         ExitCode::CommitUnknown,
         ExitCode::CommittedTargetAstray,
         ExitCode::Fenced,
+        ExitCode::HostMemoryNotSaved,
         ExitCode::RestoreRefused,
         ExitCode::RestoreFailed,
     ];
@@ -71,6 +77,7 @@ impl ExitCode {
     pub fn next(self) -> &'static str {
         match self {
             ExitCode::Ok
+            | ExitCode::DoesNotFit
             | ExitCode::NothingToRestore
             | ExitCode::NothingToSave
             | ExitCode::NotOurs
@@ -80,7 +87,7 @@ impl ExitCode {
             ExitCode::Spilled => "resume",
             ExitCode::Lost | ExitCode::CommitUnknown | ExitCode::RestoreRefused => "human",
             ExitCode::CommittedTargetAstray => "end-process",
-            ExitCode::RestoreFailed => "restore",
+            ExitCode::RestoreFailed | ExitCode::HostMemoryNotSaved => "restore",
         }
     }
 
@@ -96,6 +103,7 @@ impl ExitCode {
             ExitCode::Config => "usage or configuration error",
             ExitCode::Preflight => "refused beforehand",
             ExitCode::NotOurs => "the job or the target belongs to someone else",
+            ExitCode::DoesNotFit => "does not fit into the notice",
             ExitCode::NothingToRestore => "nothing to restore",
             ExitCode::NothingToSave => "nothing to save",
             ExitCode::RolledBack => "nothing was saved, the target runs on",
@@ -104,6 +112,7 @@ impl ExitCode {
             ExitCode::CommitUnknown => "commit unknown",
             ExitCode::CommittedTargetAstray => "committed, but the target is not as asked",
             ExitCode::Fenced => "another writer took the job",
+            ExitCode::HostMemoryNotSaved => "suspended, its host memory not saved",
             ExitCode::RestoreRefused => "refused before the driver was touched",
             ExitCode::RestoreFailed => "failed after the driver was touched",
         }
@@ -116,6 +125,7 @@ impl ExitCode {
             ExitCode::Config => "correct the flag or key that it names",
             ExitCode::Preflight => "correct what it names, then try again",
             ExitCode::NotOurs | ExitCode::Fenced => "do not requeue the job from here",
+            ExitCode::DoesNotFit => "let the job use its own time",
             ExitCode::NothingToRestore => "start the job afresh",
             ExitCode::RolledBack => "try again later",
             ExitCode::Spilled => {
@@ -127,6 +137,9 @@ impl ExitCode {
             ExitCode::CommitUnknown => "run `ckptstream list` when the store can be reached again",
             ExitCode::CommittedTargetAstray => {
                 "the image is good: end the target, then restore it elsewhere"
+            }
+            ExitCode::HostMemoryNotSaved => {
+                "run `ckptstream restore --pid` on this node while the process lives"
             }
             ExitCode::RestoreRefused => "read the cause; nothing was changed",
             ExitCode::RestoreFailed => "end the target, then restore again",

@@ -392,14 +392,11 @@ async fn open_latest(
         job: job.to_string(),
         why: why.to_owned(),
     };
-    if log.is_finished() {
-        return Err(no_image(
-            "the job finished; a generation can still be named",
-        ));
-    }
+    let finished_at = log.finished_at();
     let usable = log.images();
     let mut skipped = Vec::new();
-    for (generation, entry) in log.entries().rev() {
+    let since = log.entries().rev();
+    for (generation, entry) in since.take_while(|(slot, _)| *slot > finished_at) {
         let flaw = match entry {
             Entry::Image(image) if log.is_dropped(&image.attempt) => continue,
             Entry::Image(image) if usable.iter().any(|(known, _)| *known == generation) => {
@@ -421,7 +418,10 @@ async fn open_latest(
         skipped.push(Skipped { generation, flaw });
     }
     if skipped.is_empty() {
-        return Err(no_image("its log names none"));
+        return Err(no_image(match finished_at {
+            0 => "its log names none",
+            _ => "the job finished, and was not saved since; a generation can still be named",
+        }));
     }
     let job = job.to_string();
     Err(ImageError::NoneUsable { job, skipped })

@@ -454,6 +454,13 @@ impl JobLog {
         entries.any(|entry| matches!(entry, Entry::Unknown { .. } | Entry::Damaged { .. }))
     }
 
+    /// The slot in which the job ended by itself for the last time, 0 where it never did. What was saved before is history: a job that was begun anew under the name does not go on from it.
+    pub fn finished_at(&self) -> u64 {
+        let finished = self.entries().rev();
+        let mut finished = finished.filter(|(_, entry)| matches!(entry, Entry::Finished { .. }));
+        finished.next().map_or(0, |(slot, _)| slot)
+    }
+
     /// The job ended by itself, and nobody has taken it since.
     pub fn is_finished(&self) -> bool {
         let told = self.entries.iter().rev();

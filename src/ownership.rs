@@ -95,7 +95,7 @@ pub(crate) fn append_code(error: &AppendError) -> ExitCode {
 }
 
 /// A job that we have opened.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Ownership {
     job: JobName,
     writer: String,
@@ -130,6 +130,38 @@ impl Ownership {
     /// The log, at least up to our own entry.
     pub fn log(&self) -> &JobLog {
         &self.log
+    }
+
+    /// The job ended by itself, with this status: until somebody opens it anew there is nothing to restore.
+    ///
+    /// # Errors
+    /// [`OwnershipError::Append`]; fenced by whoever has opened the job since.
+    pub async fn finish(
+        &self,
+        store: &dyn Store,
+        status: Option<i32>,
+    ) -> Result<(), OwnershipError> {
+        let finished = Entry::Finished {
+            writer: self.writer.clone(),
+            status,
+        };
+        let is_taken = |there: &Entry| matches!(there, Entry::Open { .. });
+        append(store, &self.job, self.log.next_slot(), &finished, &is_taken).await?;
+        Ok(())
+    }
+
+    /// An image failed to restore again and again: it is not tried any more.
+    ///
+    /// # Errors
+    /// As [`Ownership::finish`].
+    pub async fn call_bad(&self, store: &dyn Store, generation: u64) -> Result<(), OwnershipError> {
+        let bad = Entry::Bad {
+            writer: self.writer.clone(),
+            generation,
+        };
+        let is_taken = |there: &Entry| matches!(there, Entry::Open { .. });
+        append(store, &self.job, self.log.next_slot(), &bad, &is_taken).await?;
+        Ok(())
     }
 
     /// Says that nothing came of it: then our `open` fences nobody who looks at the log from now on.

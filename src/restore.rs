@@ -47,10 +47,10 @@ use crate::upkeep::pins;
 use crate::watchdog;
 use crate::writer::random_hex;
 use gpu_map::{GpuPairs, is_identity, map_gpus};
-use read::{LoadFailed, lanes, load_nowhere, load_plan, open_image, resources};
+use read::{LoadFailed, lanes, load_nowhere, load_plan, resources};
 
 pub use read::{cat, verify};
-pub(crate) use read::{outcome_of, plan_code};
+pub(crate) use read::{open_image, outcome_of, plan_code};
 
 /// Clean-up must not hold back the verdict for longer.
 const UNPIN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -615,8 +615,11 @@ fn pin_what_is_chosen(
     Ok((image, skipped, pin))
 }
 
-/// Nothing came of it: whoever saved the job before may go on.
+/// Nothing came of it: whoever saved the job before may go on, unless it was ours before.
 fn give_up_the_job(session: &Session, ours: &Ownership) {
+    if session.ours.is_some() {
+        return;
+    }
     let giving_up = ours.give_up(&*session.store_after_begin);
     let given_up = session.wait(async { tokio::time::timeout(UNPIN_TIMEOUT, giving_up).await });
     if !matches!(given_up, Ok(Ok(()))) {
@@ -628,6 +631,11 @@ fn give_up_the_job(session: &Session, ours: &Ownership) {
 fn take_the_job(session: &Session, while_saved: WhileSaved) -> Result<Ownership, Failure> {
     let (store, job) = (&*session.store, &session.config.job);
     session.wait(async {
+        if let Some(ours) = &session.ours {
+            let mut ours = ours.lock().await;
+            ours.must_be_ours(store).await.map_err(not_ours)?;
+            return Ok(ours.clone());
+        }
         let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel).await;
         let log = log.map_err(not_ours)?;
         let writer = random_hex::<16>();

@@ -4,14 +4,15 @@
 //! The stories are plain threads that call the driver and wait for the store with [`Session::wait`]; nothing ever blocks the runtime.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::error::{ExitCode, Failure, Phase};
+use crate::ownership::Ownership;
 use crate::progress::Meter;
 use crate::store::retry::Retrying;
 use crate::store::{self, Store, StoreError};
@@ -28,15 +29,25 @@ pub struct Session {
     /// Cancelled by the first SIGINT or SIGTERM. Looked at before BEGIN only: after it there is no way back.
     pub cancel: CancellationToken,
     /// The store, patient; its calls end when `cancel` does. For everything before BEGIN, and for commands that only read.
-    pub store: Arc<dyn Store>,
+    pub store: Arc<Retrying<dyn Store>>,
     /// The same store, whose calls no signal ends. For everything after BEGIN.
     pub store_after_begin: Arc<Retrying<dyn Store>>,
     /// The same once more, for clean-up after whatever has ended the others.
     pub store_for_clean_up: Arc<Retrying<dyn Store>>,
-    /// When the node goes away, if that is known.
-    pub deadline: Option<Instant>,
+    /// When the node goes away, if that is known; the same for every clone.
+    pub(crate) time: Arc<Mutex<Time>>,
+    /// The job is opened already, and stays ours from one save to the next. `None`: every save and restore opens it for itself.
+    pub ours: Option<Arc<tokio::sync::Mutex<Ownership>>>,
     /// The program whose `guard` command unlocks a target if we die; `None` is nobody.
     pub guard: Option<PathBuf>,
+}
+
+/// What a transfer has left.
+#[derive(Debug, Default)]
+pub(crate) struct Time {
+    deadline: Option<Instant>,
+    /// Of it, what is kept for what comes after the store.
+    kept_back: Duration,
 }
 
 impl Session {
@@ -59,45 +70,79 @@ impl Session {
                 Arc::clone(&meter),
             ))
             .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
-        if let Some(deadline) = deadline {
-            store.set_deadline(deadline);
-        }
-        let store_after_begin = Arc::new(store.with_cancel(CancellationToken::new()));
-        let store_for_clean_up = Arc::new(store.with_cancel(CancellationToken::new()));
-        let store = Arc::new(store);
-        Ok(Self {
+        let forever = CancellationToken::new;
+        let session = Self {
             config,
             runtime,
+            store_after_begin: Arc::new(store.renewed(forever(), Arc::clone(&meter))),
+            store_for_clean_up: Arc::new(store.renewed(forever(), Arc::clone(&meter))),
+            store: Arc::new(store),
             meter,
             cancel,
-            store,
-            store_after_begin,
-            store_for_clean_up,
-            deadline,
+            time: Arc::default(),
+            ours: None,
             guard: None,
-        })
+        };
+        session.set_deadline(deadline);
+        Ok(session)
+    }
+
+    /// The same surroundings for one transfer of several, with a meter and a deadline of its own. No signal ends it.
+    #[must_use]
+    pub fn for_one_transfer(&self, deadline: Option<Instant>) -> Self {
+        let (cancel, meter) = (CancellationToken::new(), Meter::new());
+        let forever = CancellationToken::new;
+        let session = Self {
+            store: Arc::new(self.store.renewed(cancel.clone(), Arc::clone(&meter))),
+            store_after_begin: Arc::new(self.store.renewed(forever(), Arc::clone(&meter))),
+            store_for_clean_up: Arc::new(self.store.renewed(forever(), Arc::clone(&meter))),
+            meter,
+            cancel,
+            time: Arc::default(),
+            ..self.clone()
+        };
+        session.set_deadline(deadline);
+        session
+    }
+
+    /// When the node goes away, if that is known.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.time().deadline
+    }
+
+    /// From now on the node is known to go away then, or nothing is known any more. Calls under way hear of it, too.
+    pub fn set_deadline(&self, deadline: Option<Instant>) {
+        let mut time = self.time();
+        time.deadline = deadline;
+        self.store.set_deadline(deadline);
+        self.store_after_begin.set_deadline(time.for_the_store());
+        self.store_for_clean_up.set_deadline(deadline);
+    }
+
+    fn time(&self) -> std::sync::MutexGuard<'_, Time> {
+        self.time.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The same, in which this token ends the calls after BEGIN.
     #[must_use]
     pub fn may_be_abandoned(self, abandon: &CancellationToken) -> Self {
-        let store_after_begin = Arc::new(self.store_after_begin.with_cancel(abandon.clone()));
+        let store_after_begin = self.store_after_begin.with_cancel(abandon.clone());
         Self {
-            store_after_begin,
+            store_after_begin: Arc::new(store_after_begin),
             ..self
         }
     }
 
-    /// After BEGIN the store may be tried until then, and not until the deadline: what comes after it needs the rest.
-    pub fn end_tries_at(&self, latest: Instant) {
-        self.store_after_begin.set_deadline(latest);
+    /// After BEGIN the store may be tried until so long before the deadline: what comes after it needs the rest.
+    pub fn keep_back(&self, needed: Duration) {
+        let mut time = self.time();
+        time.kept_back = needed;
+        self.store_after_begin.set_deadline(time.for_the_store());
     }
 
-    /// Takes back [`Session::end_tries_at`].
+    /// Takes back [`Session::keep_back`].
     pub fn try_until_the_deadline(&self) {
-        if let Some(deadline) = self.deadline {
-            self.store_after_begin.set_deadline(deadline);
-        }
+        self.keep_back(Duration::ZERO);
     }
 
     /// Waits on the calling (non-runtime) thread.
@@ -115,6 +160,13 @@ impl Session {
         } else {
             Ok(())
         }
+    }
+}
+
+impl Time {
+    fn for_the_store(&self) -> Option<Instant> {
+        let deadline = self.deadline?;
+        Some(deadline.checked_sub(self.kept_back).unwrap_or(deadline))
     }
 }
 

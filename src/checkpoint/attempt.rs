@@ -100,8 +100,13 @@ impl Attempt {
         let key = &Key::of_job(job, &claim_key(&self.nonce)).map_err(OpenError::Key)?;
         let put = session.store.put_if_absent(key, claim.encode().into());
         let store = &*session.store;
-        let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel);
-        let (put, log) = join(put, log).await;
+        let reading = async {
+            match &session.ours {
+                Some(ours) => Ok(ours.lock().await.must_be_ours(store).await?.clone()),
+                None => ownership::wait_for_savers(store, job, while_saved, &session.cancel).await,
+            }
+        };
+        let (put, log) = join(put, reading).await;
         if put? == PutOutcome::AlreadyExists {
             let key = key.to_string();
             return Err(OpenError::Claimed { key });
@@ -132,8 +137,13 @@ impl Attempt {
                 })
             },
         ));
-        let log = ownership::open(store, job, nonce, free);
-        let (second, opened, log) = join3(second, opened, log).await;
+        let opening = async {
+            match &session.ours {
+                Some(_opened_before) => Ok(free - 1),
+                None => ownership::open(store, job, nonce, free).await,
+            }
+        };
+        let (second, opened, log) = join3(second, opened, opening).await;
         let mut failed = match second {
             Ok(PutOutcome::AlreadyExists) => None,
             Ok(PutOutcome::Created) => Some(OpenError::Unconditional {
@@ -166,7 +176,7 @@ impl Attempt {
     ) -> Result<(), OpenError> {
         let memory = driver.devices().iter().map(|gpu| gpu.memory_len);
         let memory = memory.fold(0, u64::saturating_add);
-        let seconds = match session.deadline {
+        let seconds = match session.deadline() {
             Some(deadline) => deadline
                 .saturating_duration_since(Instant::now())
                 .as_secs()

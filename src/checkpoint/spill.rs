@@ -140,9 +140,7 @@ impl Spill {
             CancellationToken::new(),
             Arc::clone(&session.meter),
         );
-        if let Some(deadline) = session.deadline {
-            store.set_deadline(deadline);
-        }
+        store.set_deadline(session.deadline());
         failpoint::pass("spill:room set aside");
         Ok(Some(Self {
             store: Arc::new(store),
@@ -457,7 +455,7 @@ async fn leave_time(
     in_all: u64,
     on_failure: OnFailure,
 ) -> Result<(), SpillError> {
-    let Some(deadline) = session.deadline else {
+    let Some(deadline) = session.deadline() else {
         return Ok(());
     };
     let took = disk.measure(MEASURED_LEN).await;
@@ -469,13 +467,11 @@ async fn leave_time(
     }
     let left = deadline.saturating_duration_since(Instant::now());
     // Half of it at least is for the store.
-    let latest = deadline.checked_sub(needed).filter(|_| needed * 2 <= left);
-    let latest = latest.ok_or_else(|| SpillError::TooSlow {
-        path: config.path.display().to_string(),
-        needed,
-        left,
-    })?;
-    session.end_tries_at(latest);
+    if needed * 2 > left {
+        let path = config.path.display().to_string();
+        return Err(SpillError::TooSlow { path, needed, left });
+    }
+    session.keep_back(needed);
     Ok(())
 }
 

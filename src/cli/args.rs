@@ -3,6 +3,7 @@
 //! In: the command line. Out: [`Args`]. What can fail: a command or flag that does not exist, a value of the wrong form; clap says so and
 //! names the nearest one.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
@@ -95,6 +96,17 @@ by default it is spilled where spill.path is set, and held until the store is ba
     Checkpoint(CheckpointArgs),
     /// Put an image back into a suspended process and let it run
     Restore(RestoreArgs),
+    /// Run a batch job: restore it if it has an image, watch for notices that the node goes away, save it then and end it
+    #[command(after_help = "\
+Exit codes: the job's own status when it ends by itself (128 and the signal's number when a signal ended it); job.requeue_exit_code (75) when it was saved and ended, so that the scheduler starts it again; \
+200 and more are failures of ckptstream, 200 plus the codes of the other commands. docs/exit-codes.md has the full table.
+
+Notices: by default SIGTERM, SIGUSR1 and `ckptstream notify`; preempt.sources has files and the metadata servers of AWS, Google and Azure, too. SIGINT, SIGQUIT, SIGUSR2 and SIGWINCH go to the job.")]
+    Run(RunArgs),
+    /// Watch over a process that runs already: save it when a notice says that the node goes away, and end it
+    #[command(after_help = "\
+Exit codes as those of `run`; 0 when the process ends by itself, because only its parent knows its status.")]
+    Watch(WatchArgs),
     /// List the images of a job, or the jobs of the store when no job is named
     List,
     /// Show what an image consists of
@@ -137,6 +149,8 @@ impl Command {
         match self {
             Command::Checkpoint(_) => "checkpoint",
             Command::Restore(_) => "restore",
+            Command::Run(_) => "run",
+            Command::Watch(_) => "watch",
             Command::List => "list",
             Command::Inspect(_) => "inspect",
             Command::Verify(_) => "verify",
@@ -169,6 +183,7 @@ impl Command {
             | Command::Recover(_)
             | Command::Bench(_) => "stops the command",
             Command::Guard(_) => "changes nothing",
+            Command::Run(_) | Command::Watch(_) => "is a notice, or the job's",
         }
     }
 }
@@ -196,6 +211,22 @@ pub(super) struct CheckpointArgs {
 
     #[command(flatten)]
     pub(super) timeline: TimelineArgs,
+}
+
+/// `run`
+#[derive(Debug, ClapArgs)]
+pub(super) struct RunArgs {
+    /// The job: a program and its arguments, behind --
+    #[arg(required = true, last = true, value_name = "CMD")]
+    pub(super) command: Vec<OsString>,
+}
+
+/// `watch`
+#[derive(Debug, ClapArgs)]
+pub(super) struct WatchArgs {
+    /// Process to watch over, in our pid namespace
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) pid: u32,
 }
 
 /// `--no-wait`, `--take-over`
@@ -441,6 +472,8 @@ impl Args {
                 overrides.grace.clone_from(&command.upkeep.grace);
             }
             Command::List
+            | Command::Run(_)
+            | Command::Watch(_)
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)

@@ -9,11 +9,13 @@ mod args;
 mod bench;
 mod console;
 mod images;
+mod init;
 mod logging;
 mod progress;
 mod report;
 mod signals;
 mod stdout;
+mod supervise;
 mod tidy;
 mod timeline;
 mod units;
@@ -84,6 +86,9 @@ pub fn main() -> std::process::ExitCode {
     };
     if let Command::Guard(guard) = &args.command {
         return run.guard(guard);
+    }
+    if let Command::Run(_) | Command::Watch(_) = &args.command {
+        return run.supervise();
     }
     let mut job = args.common.job.clone();
     let result = run.execute(&mut job);
@@ -285,7 +290,9 @@ impl Run<'_> {
                 })
                 .map(|recovered| Some(Done::Recovered(RecoveredListing(recovered))))
             }
-            Command::Guard(_) => unreachable!("it is run before anything is read"),
+            Command::Guard(_) | Command::Run(_) | Command::Watch(_) => {
+                unreachable!("it is run before anything is read")
+            }
             Command::Inspect(command) => self.with_session(config()?, Meter::new(), |session| {
                 let inspection = session.wait(images::inspect(
                     session.store.as_ref(),
@@ -527,12 +534,7 @@ impl Run<'_> {
                 }
                 _ => session,
             };
-            let _progress = Progress::start(
-                self.mode,
-                ground.meter.clone(),
-                session.deadline,
-                self.console.clone(),
-            );
+            let _progress = Progress::start(self.mode, session.clone(), self.console.clone());
             work(&session)
         })
     }
@@ -545,6 +547,22 @@ impl Ground {
         meter: Arc<Meter>,
         work: impl FnOnce(&Self) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
+        Self::stand_without_signals(meter, |ground| {
+            signals::watch(
+                &ground.runtime,
+                [&ground.cancel, &ground.again],
+                signal_effect,
+            )
+            .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
+            work(ground)
+        })
+    }
+
+    /// The same for a command that has its own use for signals.
+    fn stand_without_signals<T>(
+        meter: Arc<Meter>,
+        work: impl FnOnce(&Self) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let refused =
             |error: std::io::Error| Failure::new(ExitCode::Preflight, Phase::Prepare, error);
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -552,14 +570,11 @@ impl Ground {
             .thread_name("network")
             .build()
             .map_err(refused)?;
-        let cancel = CancellationToken::new();
-        let again = CancellationToken::new();
-        signals::watch(&runtime, [&cancel, &again], signal_effect).map_err(refused)?;
         let ground = Self {
             runtime,
             meter,
-            cancel,
-            again,
+            cancel: CancellationToken::new(),
+            again: CancellationToken::new(),
         };
         let result = work(&ground);
         ground.runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);

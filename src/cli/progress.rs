@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::IsTerminal;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
@@ -18,7 +17,8 @@ use super::args::ProgressChoice;
 use super::console::Console;
 use super::units::{float, size, whole};
 use crate::error::Phase;
-use crate::progress::{LaneMeter, Meter, MeterView};
+use crate::progress::{LaneMeter, MeterView};
+use crate::session::Session;
 
 /// How often the meter is looked at.
 const SAMPLE_EVERY: Duration = Duration::from_millis(125);
@@ -81,13 +81,8 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Starts to show what `meter` says. `deadline` is when the node is gone, when known.
-    pub(super) fn start(
-        mode: Mode,
-        meter: Arc<Meter>,
-        deadline: Option<Instant>,
-        console: Console,
-    ) -> Self {
+    /// Starts to show what the session's meter says, beside its deadline.
+    pub(super) fn start(mode: Mode, session: Session, console: Console) -> Self {
         if mode == Mode::None {
             return Self {
                 stop: None,
@@ -107,14 +102,15 @@ impl Progress {
                     pace: Pace::new(PLAIN_EVERY),
                 }),
             };
-            let mut sampler = Sampler::new(Instant::now(), deadline);
+            let mut sampler = Sampler::new(Instant::now(), None);
             loop {
+                sampler.deadline = session.deadline();
                 let stopping = !matches!(
                     stopped.recv_timeout(SAMPLE_EVERY),
                     Err(RecvTimeoutError::Timeout)
                 );
                 let now = Instant::now();
-                let (glance, entered) = sampler.sample(&meter.view(), now);
+                let (glance, entered) = sampler.sample(&session.meter.view(), now);
                 view.show(&glance, &entered, now);
                 if stopping {
                     return view.end();
@@ -559,6 +555,7 @@ fn seconds_until(deadline: Instant, now: Instant) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::progress::Meter;
 
     fn at(started: Instant, ms: u64) -> Instant {
         started + Duration::from_millis(ms)

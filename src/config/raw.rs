@@ -20,7 +20,18 @@ const FILE_LEN_MAX: u64 = 1024 * 1024;
 /// Every table of the file with its keys, in the order of `config.example.toml`. The file is held to this list, and a test holds this list
 /// to [`RawConfig`].
 pub const KEYS: &[(&str, &[&str])] = &[
-    ("job", &["name", "state_dir"]),
+    (
+        "job",
+        &[
+            "name",
+            "state_dir",
+            "restore_command",
+            "restore_timeout",
+            "requeue_exit_code",
+            "allow_gpu_only",
+            "interval",
+        ],
+    ),
     (
         "store",
         &[
@@ -44,6 +55,24 @@ pub const KEYS: &[(&str, &[&str])] = &[
     ("restore", &["verify"]),
     ("spill", &["path", "survives", "when", "on_failure"]),
     ("retention", &["keep", "grace", "older_than"]),
+    (
+        "preempt",
+        &[
+            "sources",
+            "signals",
+            "notice",
+            "margin",
+            "deadline_policy",
+            "contexts",
+            "file",
+            "socket",
+            "poll",
+            "aws_url",
+            "gcp_url",
+            "azure_url",
+            "azure_vm",
+        ],
+    ),
 ];
 
 /// Names under which people write credentials into files. They come from the SDK's chain only.
@@ -85,6 +114,8 @@ pub struct RawConfig {
     pub spill: RawSpill,
     /// `[retention]`
     pub retention: RawRetention,
+    /// `[preempt]`
+    pub preempt: RawPreempt,
 }
 
 /// `[job]` as written.
@@ -95,6 +126,16 @@ pub struct RawJob {
     pub name: Option<String>,
     /// Absolute path of a directory.
     pub state_dir: Option<String>,
+    /// A program and its arguments.
+    pub restore_command: Option<Vec<String>>,
+    /// Time.
+    pub restore_timeout: Option<String>,
+    /// Exit status.
+    pub requeue_exit_code: Option<i64>,
+    /// A job may be supervised that cannot be restored when its process is gone.
+    pub allow_gpu_only: Option<bool>,
+    /// Time.
+    pub interval: Option<String>,
 }
 
 /// `[store]` as written. Sizes and times are text with a unit.
@@ -216,6 +257,38 @@ pub struct RawRetention {
     pub grace: Option<String>,
     /// Time.
     pub older_than: Option<String>,
+}
+
+/// `[preempt]` as written.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RawPreempt {
+    /// Any of `signals`, `file`, `socket`, `aws`, `gcp`, `azure`.
+    pub sources: Option<Vec<String>>,
+    /// Names of signals.
+    pub signals: Option<Vec<String>>,
+    /// Time.
+    pub notice: Option<String>,
+    /// Time.
+    pub margin: Option<String>,
+    /// `refuse`, `spill` or `try`.
+    pub deadline_policy: Option<String>,
+    /// `eager` or `at-notice`.
+    pub contexts: Option<String>,
+    /// Absolute path of a file.
+    pub file: Option<String>,
+    /// Absolute path of a socket.
+    pub socket: Option<String>,
+    /// Time.
+    pub poll: Option<String>,
+    /// `http://host:port`.
+    pub aws_url: Option<String>,
+    /// `http://host:port`.
+    pub gcp_url: Option<String>,
+    /// `http://host:port`.
+    pub azure_url: Option<String>,
+    /// Name of a virtual machine.
+    pub azure_vm: Option<String>,
 }
 
 impl RawConfig {
@@ -451,7 +524,9 @@ mod tests {
                 let value = match (*table, *key) {
                     ("driver", "gpu_map") => "{}",
                     (_, "parallelism" | "threads" | "keep") => "1",
-                    (_, "sign_payload") => "true",
+                    (_, "requeue_exit_code") => "75",
+                    (_, "sign_payload" | "allow_gpu_only") => "true",
+                    (_, "restore_command" | "sources" | "signals") => "[\"x\"]",
                     _ => "\"x\"",
                 };
                 let text = format!("[{table}]\n{key} = {value}\n");

@@ -132,6 +132,15 @@ impl Setting {
         Ok(PathBuf::from(path))
     }
 
+    /// An absolute path of something that is no directory.
+    pub(super) fn file_path(&self) -> Result<PathBuf, ConfigError> {
+        let is_path = self.value.starts_with('/') && !self.value.ends_with('/');
+        if !is_path || self.value.chars().any(char::is_control) {
+            return Err(self.invalid("an absolute path"));
+        }
+        Ok(PathBuf::from(&self.value))
+    }
+
     /// Bucket and prefix; the prefix without outer slashes.
     fn bucket(&self, rest: &str) -> Result<(String, String), ConfigError> {
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));

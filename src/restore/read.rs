@@ -133,7 +133,7 @@ pub(crate) fn outcome_of(
 }
 
 /// The image, the newer ones that were passed over, and a newer save that is sealed.
-pub(super) fn open_image(
+pub(crate) fn open_image(
     session: &Session,
     which: ImageRef,
 ) -> Result<(Image, Vec<String>, Option<SealedSave>), Failure> {
@@ -190,7 +190,7 @@ fn sealed_save(session: &Session) -> Option<SealedSave> {
 
 /// See [`sealed_save`].
 #[derive(Debug, thiserror::Error)]
-pub(super) enum SealedSave {
+pub(crate) enum SealedSave {
     #[error(
         "the newest save of job {job} is sealed in {path} (spill.path) and is no image yet; run `ckptstream resume`, or name an older image with --image and --into-fresh"
     )]
@@ -265,7 +265,7 @@ pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, L
     let resources = resources(
         session,
         &plan,
-        Arc::clone(&session.store),
+        Arc::clone(&session.store) as Arc<dyn Store>,
         session.cancel.clone(),
         None,
     )?;

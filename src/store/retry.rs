@@ -130,9 +130,18 @@ impl<S: Store + ?Sized> Retrying<S> {
         self.holds.store(holds, Ordering::Relaxed);
     }
 
-    /// From now on every call ends at `deadline` at the latest, calls under way included.
-    pub fn set_deadline(&self, deadline: Instant) {
-        self.deadline.send_replace(Some(deadline));
+    /// From now on every call ends at `deadline` at the latest, calls under way included; with `None` no call ends for it.
+    pub fn set_deadline(&self, deadline: impl Into<Option<Instant>>) {
+        self.deadline.send_replace(deadline.into());
+    }
+
+    /// The same store, as patient, for other calls: with no deadline so far, and with this meter.
+    pub fn renewed(&self, cancel: CancellationToken, meter: Arc<Meter>) -> Self {
+        Self {
+            deadline: watch::Sender::new(None),
+            meter,
+            ..self.with_cancel(cancel)
+        }
     }
 
     /// The same store, as patient and with the same deadline so far, whose calls another token ends.

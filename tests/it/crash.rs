@@ -600,7 +600,7 @@ fn trials() {
     let seeds = Mutex::new(first..first + count);
     let failed = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..3 {
+        for _ in 0..8 {
             scope.spawn(|| {
                 let mut ground = Ground::new();
                 loop {

@@ -28,6 +28,8 @@ mod order;
 mod ownership;
 /// Saved and put back: every byte of every shape of memory.
 mod roundtrip;
+/// A job under `run` and `watch`.
+mod run;
 /// The protocol of a job's log under a scheduler that does its worst.
 mod simulator;
 /// The second place of a save, and the way from there into the store.

@@ -87,13 +87,17 @@ impl Scene {
         let state = if config.contains("state_dir") {
             String::new()
         } else {
-            let dir = self.dir.path().join("state");
-            format!("\n[job]\nstate_dir = \"{}\"\n", dir.display())
+            format!("\n[job]\nstate_dir = \"{}\"\n", self.state_dir().display())
         };
         let cli = Ckptstream::new(&self.server, job)
             .on(&node)
             .config(&format!("{CONFIG}{patience}{config}{end}{state}"));
         Saver { cli, trace }
+    }
+
+    /// Where this node keeps what is under way.
+    pub(crate) fn state_dir(&self) -> PathBuf {
+        self.dir.path().join("state")
     }
 
     /// The store as the binary has it, for looking at and changing what is in it. Needs [`super::s3_server::has_credentials`].

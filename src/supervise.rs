@@ -1,0 +1,637 @@
+//! The story of a supervised job: settle this node → restore it or start it → watch → save → end.
+//!
+//! In: a command, or a process that runs already; notices; the job's log. Out: the job's own end, or a committed image and the job ended. What exists if we die, or fail, at each step:
+//!
+//! | step | the job | exit |
+//! |---|---|---|
+//! | settle, wait for another writer, open | not started | 200 + 2, 3, 4 or 10 |
+//! | choose: it is not proved that there is no image, or it cannot be restored | not started | 200 + 20 |
+//! | restore | its new process is ended; the image stays, and is `bad` after three times | 200 + 21 |
+//! | watch | runs; it goes on without us if we are killed | its own |
+//! | a notice, and the save does not fit, or is refused | runs, and has the signal | its own |
+//! | a save that failed before BEGIN, or was given back | runs; tried again while there is time | its own |
+//! | a save that failed after BEGIN | as the save says; it is not ended | 200 + 11 to 15 |
+//! | committed | ended; started again elsewhere by whoever reads `job.requeue_exit_code` | that |
+//!
+//! The job is started afresh only on proof that there is no image, or that it finished. It is ended only after the commit of an image that can be restored without it.
+
+mod process;
+
+use std::any::Any;
+use std::error::Error;
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use tokio::sync::{Mutex, mpsc};
+
+use crate::checkpoint::{self, Then, look};
+use crate::config::DeadlinePolicy;
+use crate::driver::{Driver, ProcessState};
+use crate::error::{ExitCode, Failure, Phase, one_line};
+use crate::image::{Image, ImageError, ImageRef, image_id};
+use crate::outcome::Outcome;
+use crate::ownership::{self, Ownership, OwnershipError, WhileSaved};
+use crate::preempt::{Board, Notice};
+use crate::recover::{self, RecoverOptions};
+use crate::restore::{self, Wanted};
+use crate::resume;
+use crate::session::Session;
+use crate::writer::random_hex;
+
+pub use process::{JobProcess, Status};
+
+/// Restores of one image that may fail.
+const RESTORES: u32 = 3;
+
+/// A job that ends badly so soon after a restore counts as one that was not restored.
+const SETTLES_WITHIN: Duration = Duration::from_millis(100);
+
+/// How long a process may take to die.
+const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// Pause before a save that failed is tried again.
+const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+/// Pause between two looks at a process that comes up.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// How a supervised job ended.
+#[derive(Debug)]
+pub enum End {
+    /// By itself.
+    Job(Status),
+    /// It was saved, and then ended.
+    Saved(Box<Outcome>),
+}
+
+/// What a supervision works with.
+pub struct Supervisor<'a> {
+    /// Its signals end nothing but what comes before the job.
+    pub session: Session,
+    /// Where the notices are.
+    pub board: Board,
+    /// Signals that the job is to have.
+    pub for_the_job: mpsc::UnboundedReceiver<Signal>,
+    /// Shows a transfer's progress as long as what it returns lives.
+    pub show: &'a dyn Fn(&Session) -> Box<dyn Any>,
+}
+
+impl std::fmt::Debug for Supervisor<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Supervisor")
+            .field("board", &self.board)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What happens to a job that is watched.
+enum Event {
+    Ended(Status),
+    Signal(Signal),
+    Notice(Notice),
+    /// It is time for a save without a notice.
+    Interval,
+}
+
+/// What a save has led to.
+enum Saved {
+    /// The image is committed, and the process suspended.
+    Committed(Box<Outcome>),
+    /// There was nothing to save any more.
+    JobEnded,
+    /// The job runs; the save may be tried again.
+    RunsOn(Failure),
+    /// The job runs, and another try would not change that.
+    Refused(Failure),
+    /// The job does not run, and nobody here can do anything about it.
+    Stuck(Failure),
+}
+
+/// What is remembered from one save to the next.
+#[derive(Debug, Default)]
+struct Memory {
+    /// Bytes of GPU memory per second, from the notice to the commit, of the last save.
+    rate: Option<f64>,
+    /// As many notices were raised when the last one was refused.
+    refused: u64,
+    /// Not before this moment.
+    not_before: Option<Instant>,
+    next_interval: Option<Instant>,
+}
+
+impl Supervisor<'_> {
+    /// Starts the job, or restores it, and stays with it until it ends.
+    ///
+    /// # Errors
+    /// A [`Failure`] with the code of PROTOCOL section 6, of whatever kept us from doing one or the other.
+    pub fn run(mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
+        self.must_be_restorable()?;
+        self.settle();
+        self.open_the_job()?;
+        let began = self.begin(program, args);
+        let job = match began {
+            Ok(job) => job,
+            Err(failure) => {
+                self.give_up_the_job();
+                return Err(failure);
+            }
+        };
+        self.watch_over(job)
+    }
+
+    /// Stays with a job that runs already.
+    ///
+    /// # Errors
+    /// As [`Supervisor::run`].
+    pub fn watch(mut self, pid: u32) -> Result<End, Failure> {
+        self.must_be_restorable()?;
+        let job = JobProcess::find(pid)
+            .map_err(|error| Failure::new(ExitCode::NothingToSave, Phase::Prepare, error))?;
+        self.open_the_job()?;
+        self.watch_over(job)
+    }
+
+    /// A job that is ended must be restorable from what is in the store.
+    fn must_be_restorable(&self) -> Result<(), Failure> {
+        let run = &self.session.config.run;
+        if !run.restore_command.is_empty() || run.allow_gpu_only {
+            return Ok(());
+        }
+        let why = "an image of GPU memory alone cannot be restored when the job's process is gone: set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
+        Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
+    }
+
+    /// What earlier runs have left on this node comes first: it may be newer than all that is in the store.
+    fn settle(&self) {
+        let session = &self.session;
+        let options = RecoverOptions::default();
+        match recover::recover(session, Some(&session.config.job), options) {
+            Ok(recovered) => {
+                for row in recovered.targets {
+                    tracing::warn!("process {} ({}): {}", row.pid, row.state, row.verdict);
+                }
+            }
+            Err(failure) => tracing::warn!(
+                "what earlier runs left on this node is not known: {}",
+                one_line(failure.cause.as_ref())
+            ),
+        }
+        if session.config.spill.place.is_none() {
+            return;
+        }
+        match resume::resume(session) {
+            Ok(outcome) => tracing::warn!("the sealed save was finished: image {}", outcome.image),
+            Err(failure) if failure.code == ExitCode::NothingToSave => {}
+            Err(failure) => tracing::warn!(
+                "a sealed save was not finished: {}",
+                one_line(failure.cause.as_ref())
+            ),
+        }
+    }
+
+    /// Waits for whoever saves the job, then takes it: whoever had it until now is fenced.
+    fn open_the_job(&mut self) -> Result<(), Failure> {
+        let (store, job) = (&*self.session.store, &self.session.config.job);
+        let cancel = &self.session.cancel;
+        let opened = self.session.wait(async {
+            let log = ownership::wait_for_savers(store, job, WhileSaved::Wait, cancel).await?;
+            Ownership::open(store, job, &random_hex::<16>(), log).await
+        });
+        let ours = opened.map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
+        self.session.ours = Some(Arc::new(Mutex::new(ours)));
+        Ok(())
+    }
+
+    /// Nothing came of it: whoever had the job before may go on.
+    fn give_up_the_job(&self) {
+        let given_up = self.with_ours(async |ours, store| ours.give_up(store).await);
+        if let Some(Err(error)) = given_up {
+            tracing::warn!("the job stays opened in its log: {}", one_line(&error));
+        }
+    }
+
+    /// Something to do with the job's log.
+    fn with_ours<T>(
+        &self,
+        deed: impl AsyncFn(&mut Ownership, &dyn crate::store::Store) -> T,
+    ) -> Option<T> {
+        let ours = self.session.ours.as_ref()?;
+        let store = &*self.session.store_for_clean_up;
+        Some(self.session.wait(async {
+            let mut ours = ours.lock().await;
+            deed(&mut ours, store).await
+        }))
+    }
+
+    /// The job's process: restored where there is an image, started where it is proved that there is none.
+    fn begin(&self, program: &OsString, args: &[OsString]) -> Result<JobProcess, Failure> {
+        let mut tries_left = RESTORES;
+        loop {
+            let Some(image) = self.newest()? else {
+                tracing::warn!("starting the job: it has no image");
+                return JobProcess::start(program, args).map_err(|error| {
+                    let why = format!("{} cannot be started: {error}", program.display());
+                    Failure::new(ExitCode::Preflight, Phase::Prepare, why)
+                });
+            };
+            let failure = match self.restored(&image) {
+                Ok(job) => return Ok(job),
+                Err(failure) => failure,
+            };
+            if failure.code != ExitCode::RestoreFailed {
+                return Err(failure);
+            }
+            tries_left -= 1;
+            let why = one_line(failure.cause.as_ref());
+            tracing::error!(
+                "image {} was not restored: {why}",
+                image_id(image.generation)
+            );
+            if tries_left == 0 {
+                self.call_bad(&image, failure)?;
+                tries_left = RESTORES;
+            }
+        }
+    }
+
+    /// Nobody restores it any more; the one before it is the newest now.
+    fn call_bad(&self, image: &Image, failure: Failure) -> Result<(), Failure> {
+        let generation = image.generation;
+        let told = self.with_ours(async |ours, store| {
+            ours.must_be_ours(store).await?;
+            ours.call_bad(store, generation).await
+        });
+        match told {
+            Some(Err(error)) => {
+                let mut failure = failure;
+                failure.attached.push(one_line(&error));
+                Err(failure)
+            }
+            _ => {
+                let id = image_id(generation);
+                tracing::error!(
+                    "image {id} failed to restore {RESTORES} times, and is not tried any more"
+                );
+                Ok(())
+            }
+        }
+    }
+
+    /// The image that the job goes on from, or the proof that there is none.
+    fn newest(&self) -> Result<Option<Image>, Failure> {
+        let session = &self.session;
+        match restore::open_image(session, ImageRef::Latest) {
+            Ok((_, _, Some(sealed))) => {
+                Err(Failure::new(ExitCode::RestoreRefused, Phase::Read, sealed))
+            }
+            Ok((image, ..)) => Ok(Some(image)),
+            Err(failure) => match failure.cause.downcast_ref::<ImageError>() {
+                Some(ImageError::NoImage { .. }) => Ok(None),
+                _ => Err(Failure {
+                    code: ExitCode::RestoreRefused,
+                    ..failure
+                }),
+            },
+        }
+    }
+
+    /// A new process with the image's bytes. On failure there is none.
+    fn restored(&self, image: &Image) -> Result<JobProcess, Failure> {
+        let refused = |why: String| Failure::new(ExitCode::RestoreRefused, Phase::Read, why);
+        let config = &self.session.config;
+        let id = image_id(image.generation);
+        let Some((program, args)) = config.run.restore_command.split_first() else {
+            return Err(refused(format!(
+                "image {id} of job {} cannot be restored: set job.restore_command to a program that comes up suspended, or give the job another name to start it afresh",
+                config.job
+            )));
+        };
+        tracing::warn!("restoring the job from image {id}");
+        let args: Vec<OsString> = args.iter().map(OsString::from).collect();
+        let job = JobProcess::start(&program.into(), &args).map_err(|error| {
+            refused(format!(
+                "job.restore_command {program} cannot be started: {error}"
+            ))
+        })?;
+        let restored = self.restore_into(&job);
+        let restored = match restored {
+            Ok(()) => self.settles(&job),
+            Err(failure) => Err(failure),
+        };
+        if restored.is_err() && !job.end(ENDS_WITHIN) {
+            tracing::error!("process {} does not end", job.pid);
+        }
+        restored.map(|()| job)
+    }
+
+    fn restore_into(&self, job: &JobProcess) -> Result<(), Failure> {
+        self.comes_up_suspended(job)?;
+        let session = self.session.for_one_transfer(None);
+        let _shown = (self.show)(&session);
+        let wanted = Wanted {
+            image: ImageRef::Latest,
+            into_fresh: true,
+            read_only: false,
+            while_saved: WhileSaved::Wait,
+        };
+        let outcome = restore::restore(&session, job.pid, wanted)?;
+        tracing::warn!(
+            "image {} is restored into process {}",
+            outcome.image,
+            job.pid
+        );
+        Ok(())
+    }
+
+    /// Waits until the process is suspended, and can be given its memory.
+    fn comes_up_suspended(&self, job: &JobProcess) -> Result<(), Failure> {
+        let refused = |why: Box<dyn Error + Send + Sync>| {
+            Failure::new(ExitCode::RestoreRefused, Phase::Read, why)
+        };
+        let timeout = self.session.config.run.restore_timeout;
+        let until = Instant::now() + timeout;
+        let driver = Driver::open().map_err(|error| refused(error.into()))?;
+        loop {
+            if let Some(status) = job.status() {
+                let why = format!("job.restore_command {status} before it could be restored into");
+                return Err(refused(why.into()));
+            }
+            if matches!(driver.state(job.pid), Ok(ProcessState::Checkpointed)) {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                let state = look(&driver, &self.target_of(job)?).state;
+                let why = format!(
+                    "process {} of job.restore_command is {state} after {timeout:?}, and must be checkpointed (job.restore_timeout)",
+                    job.pid
+                );
+                return Err(refused(why.into()));
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn target_of(&self, job: &JobProcess) -> Result<crate::target::Target, Failure> {
+        crate::target::Target::look(job.pid)
+            .map_err(|error| Failure::new(ExitCode::RestoreRefused, Phase::Read, error))
+    }
+
+    /// A job that ends badly as soon as it has its memory was not restored.
+    fn settles(&self, job: &JobProcess) -> Result<(), Failure> {
+        let ended = self
+            .session
+            .wait(async { tokio::time::timeout(SETTLES_WITHIN, job.ended()).await });
+        match ended {
+            Ok(status) if status != Status::Exited(0) => {
+                let why = format!("the job {status} as soon as it was restored");
+                Err(Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn watch_over(&mut self, job: JobProcess) -> Result<End, Failure> {
+        let interval = self.session.config.run.interval;
+        let mut memory = Memory {
+            next_interval: interval.map(|interval| Instant::now() + interval),
+            ..Memory::default()
+        };
+        loop {
+            match self.next_event(&job, &memory) {
+                Event::Ended(status) => {
+                    self.finished(status);
+                    return Ok(End::Job(status));
+                }
+                Event::Signal(signal) => job.signal(signal),
+                Event::Notice(notice) => {
+                    let raised = self.board.standing().raised();
+                    match self.save_for(&notice, &job, &mut memory) {
+                        Saved::Committed(outcome) => return self.end(&job, *outcome),
+                        Saved::JobEnded => {
+                            let status = self.session.wait(job.ended());
+                            self.finished(status);
+                            return Ok(End::Job(status));
+                        }
+                        Saved::RunsOn(failure) => {
+                            tell(
+                                "the save failed, and the job runs; it is tried again",
+                                &failure,
+                            );
+                            memory.not_before = Some(Instant::now() + TRY_AGAIN_AFTER);
+                        }
+                        Saved::Refused(failure) => {
+                            tell(
+                                "the job is not saved, and has the rest of the time for itself",
+                                &failure,
+                            );
+                            memory.refused = raised;
+                            job.signal(Signal::TERM);
+                        }
+                        Saved::Stuck(failure) => return Err(failure),
+                    }
+                }
+                Event::Interval => {
+                    memory.next_interval = interval.map(|interval| Instant::now() + interval);
+                    self.save_in_passing(&job, &mut memory)?;
+                }
+            }
+        }
+    }
+
+    /// Waits for what comes next.
+    fn next_event(&mut self, job: &JobProcess, memory: &Memory) -> Event {
+        let mut changes = self.board.subscribe();
+        let for_the_job = &mut self.for_the_job;
+        let at = |moment: Option<Instant>| async move {
+            match moment {
+                Some(moment) => tokio::time::sleep_until(moment.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        let (refused, not_before) = (memory.refused, memory.not_before);
+        self.session.runtime.block_on(async {
+            let notice = async {
+                at(not_before.or(Some(Instant::now()))).await;
+                loop {
+                    let standing = changes.borrow_and_update().clone();
+                    if standing.raised() > refused
+                        && let Some(notice) = standing.earliest()
+                    {
+                        return notice.clone();
+                    }
+                    if changes.changed().await.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                }
+            };
+            tokio::select! {
+                biased;
+                status = job.ended() => Event::Ended(status),
+                notice = notice => Event::Notice(notice),
+                Some(signal) = for_the_job.recv() => Event::Signal(signal),
+                () = at(memory.next_interval) => Event::Interval,
+            }
+        })
+    }
+
+    /// One save before the node goes away.
+    fn save_for(&self, notice: &Notice, job: &JobProcess, memory: &mut Memory) -> Saved {
+        let margin = self.session.config.preempt.margin;
+        let due = move |gone_at: Instant| gone_at.checked_sub(margin).unwrap_or(gone_at);
+        let deadline = due(notice.gone_at);
+        if let Some(failure) = self.does_not_fit(deadline, memory) {
+            return Saved::Refused(failure);
+        }
+        let session = self.session.for_one_transfer(Some(deadline));
+        // A shorter notice that comes during the save counts; one that is withdrawn leaves the others.
+        let (following, mut changes) = (session.clone(), self.board.subscribe());
+        let follow = self.session.runtime.spawn(async move {
+            while changes.changed().await.is_ok() {
+                let earliest = changes.borrow_and_update().earliest().map(|it| it.gone_at);
+                following.set_deadline(earliest.map(due));
+            }
+        });
+        let _shown = (self.show)(&session);
+        let saved = checkpoint::checkpoint(&session, job.pid, Then::Suspend, WhileSaved::TakeOver);
+        follow.abort();
+        match saved {
+            Ok(outcome) => {
+                memory.remember(&outcome);
+                Saved::Committed(Box::new(outcome))
+            }
+            Err(failure) => self.failed(&session, job, failure),
+        }
+    }
+
+    /// What a save that failed means.
+    fn failed(&self, session: &Session, job: &JobProcess, failure: Failure) -> Saved {
+        match failure.code {
+            ExitCode::NothingToSave if job.status().is_some() => Saved::JobEnded,
+            ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
+            ExitCode::Config | ExitCode::Preflight => Saved::Refused(failure),
+            ExitCode::Spilled => match resume::resume(session) {
+                Ok(outcome) => Saved::Committed(Box::new(outcome)),
+                Err(_still_sealed) => Saved::Stuck(failure),
+            },
+            _ => Saved::Stuck(failure),
+        }
+    }
+
+    /// A save that will be late is not begun, where that is what is wanted.
+    fn does_not_fit(&self, deadline: Instant, memory: &Memory) -> Option<Failure> {
+        let rate = memory.rate?;
+        if self.session.config.preempt.policy != DeadlinePolicy::Refuse {
+            return None;
+        }
+        let driver = Driver::open().ok()?;
+        driver.retain_contexts().ok()?;
+        let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
+        let used: u64 = used.filter_map(Result::ok).sum();
+        let left = deadline.saturating_duration_since(Instant::now());
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let needed = Duration::try_from_secs_f64(used as f64 / rate).unwrap_or(Duration::MAX);
+        (needed > left).then(|| {
+            let why = format!(
+                "{} MiB of GPU memory need {:.1} s at the {:.0} MiB/s of the last save, and {:.1} s are left (preempt.deadline_policy)",
+                used >> 20,
+                needed.as_secs_f64(),
+                rate / f64::from(1 << 20),
+                left.as_secs_f64()
+            );
+            Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why)
+        })
+    }
+
+    /// A save after which the job goes on.
+    fn save_in_passing(&self, job: &JobProcess, memory: &mut Memory) -> Result<(), Failure> {
+        let session = self.session.for_one_transfer(None);
+        let _shown = (self.show)(&session);
+        match checkpoint::checkpoint(&session, job.pid, Then::Resume, WhileSaved::TakeOver) {
+            Ok(outcome) => {
+                memory.remember(&outcome);
+                tracing::info!("image {} is committed, and the job runs on", outcome.image);
+                Ok(())
+            }
+            Err(failure) if job.status().is_some() => {
+                tell("the job ended while it was saved", &failure);
+                Ok(())
+            }
+            Err(failure)
+                if matches!(
+                    failure.code,
+                    ExitCode::RolledBack | ExitCode::Preflight | ExitCode::NothingToSave
+                ) =>
+            {
+                tell("the job was not saved, and runs on", &failure);
+                Ok(())
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// The image is committed: the job's process is not needed any more, if the image can be restored without it.
+    fn end(&self, job: &JobProcess, outcome: Outcome) -> Result<End, Failure> {
+        if self.session.config.run.restore_command.is_empty() {
+            let why = format!(
+                "image {} is committed, and the job's host memory is in process {} alone, which stays suspended (job.allow_gpu_only)",
+                outcome.image, job.pid
+            );
+            return Err(Failure {
+                generation: Some(outcome.generation),
+                targets: outcome.targets,
+                ..Failure::new(ExitCode::HostMemoryNotSaved, Phase::Complete, why)
+            });
+        }
+        if !job.end(ENDS_WITHIN) {
+            tracing::error!(
+                "process {} does not end; image {} is good",
+                job.pid,
+                outcome.image
+            );
+        }
+        Ok(End::Saved(Box::new(outcome)))
+    }
+
+    /// The job ended by itself. One that a signal ended may be wanted back.
+    fn finished(&self, status: Status) {
+        let Status::Exited(code) = status else {
+            tracing::warn!("the job {status}; its images stay what they are");
+            return;
+        };
+        let told = self.with_ours(async |ours, store| {
+            ours.must_be_ours(store).await?;
+            ours.finish(store, Some(code)).await
+        });
+        match told {
+            Some(Err(OwnershipError::Fenced { what, .. })) => {
+                tracing::warn!("the job {status} here, and lives elsewhere: {what}");
+            }
+            Some(Err(error)) => tracing::error!(
+                "the job {status}, and its log does not say so: {}",
+                one_line(&error)
+            ),
+            _ => {}
+        }
+    }
+}
+
+impl Memory {
+    fn remember(&mut self, outcome: &Outcome) {
+        let seconds: f64 = outcome.seconds.iter().map(|phase| phase.seconds).sum();
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let raw = outcome.bytes.raw as f64;
+        if raw > 0.0 && seconds > 0.0 {
+            self.rate = Some(raw / seconds);
+        }
+    }
+}
+
+fn tell(what: &str, failure: &Failure) {
+    tracing::error!(
+        "{what} (exit {}): {}",
+        failure.code.code(),
+        one_line(failure.cause.as_ref())
+    );
+}

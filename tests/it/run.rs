@@ -1,0 +1,270 @@
+//! A job under `run`: saved and ended when the node goes away, restored on the next one, and never started twice over its own image.
+
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::support::process::Process;
+use super::support::s3_server::testkit;
+use super::support::scene::{Saver, Scene, TARGET};
+use super::support::{Target, step_of};
+
+/// The status that a scheduler takes as a wish to start the job again.
+const REQUEUE: i32 = 75;
+
+/// A job under `run` or `watch`, and what it printed.
+#[derive(Debug)]
+struct Supervised {
+    process: Process,
+    said: Vec<String>,
+    job_pid: Option<u32>,
+    /// Holds the configuration.
+    _saver: Saver,
+}
+
+/// What a supervision has ended with.
+#[derive(Debug)]
+struct Ended {
+    code: i32,
+    said: Vec<String>,
+    stderr: String,
+}
+
+impl Supervised {
+    fn start((saver, mut command): (Saver, Command)) -> Self {
+        Self {
+            process: Process::start(&mut command),
+            said: Vec::new(),
+            job_pid: None,
+            _saver: saver,
+        }
+    }
+
+    /// The next line of the job; `None` at the end.
+    fn next_line(&mut self) -> Option<String> {
+        let line = self.process.next_line()?;
+        if let Some((_, pid)) = line.split_once(" pid ") {
+            self.job_pid = pid.trim().parse().ok();
+        }
+        self.said.push(line.clone());
+        Some(line)
+    }
+
+    fn wait_for(&mut self, start: &str) -> String {
+        while let Some(line) = self.next_line() {
+            if line.starts_with(start) {
+                return line;
+            }
+        }
+        panic!(
+            "no line `{start}…`: {:?} {}",
+            self.said,
+            self.process.wait().1
+        );
+    }
+
+    fn ends(mut self) -> Ended {
+        while self.next_line().is_some() {}
+        let (status, stderr) = self.process.wait();
+        Ended {
+            code: status.code().unwrap_or(-1),
+            said: std::mem::take(&mut self.said),
+            stderr,
+        }
+    }
+}
+
+impl Drop for Supervised {
+    fn drop(&mut self) {
+        if self.process.has_ended() {
+            return;
+        }
+        // It outlives whoever watches over it.
+        self.process.kill();
+        if let Some(pid) = self.job_pid {
+            let _ = Command::new("sh")
+                .args(["-c", &format!("kill -9 {pid}")])
+                .status();
+        }
+    }
+}
+
+/// A job of so many steps, and how it is started again.
+struct Job<'a> {
+    scene: &'a Scene,
+    args: String,
+    config: String,
+}
+
+impl<'a> Job<'a> {
+    fn new(scene: &'a Scene, args: &str) -> Self {
+        Self {
+            scene,
+            args: args.to_owned(),
+            config: String::new(),
+        }
+    }
+
+    /// More lines of the configuration, behind `[job]`'s.
+    fn with(self, config: &str) -> Self {
+        Self {
+            config: config.to_owned(),
+            ..self
+        }
+    }
+
+    fn command(&self, driver: &str) -> (Saver, Command) {
+        self.command_with(driver, true)
+    }
+
+    fn command_with(&self, driver: &str, can_be_restored: bool) -> (Saver, Command) {
+        let testkit = testkit();
+        let words = self.args.split_whitespace();
+        let mut again = vec![testkit.display().to_string(), "target".to_owned()];
+        again.extend(words.clone().map(str::to_owned));
+        again.push("--suspended".to_owned());
+        let state = self.scene.state_dir();
+        let restore = match can_be_restored {
+            true => format!("restore_command = {}\n", json!(again)),
+            false => String::new(),
+        };
+        let config = format!(
+            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n{restore}{}",
+            state.display(),
+            self.config
+        );
+        let saver = self.scene.saver_with("job", driver, &config);
+        let mut command = saver.cli.command("run");
+        command.arg("--").arg(testkit).arg("target").args(words);
+        (saver, command)
+    }
+
+    fn start(&self) -> Supervised {
+        Supervised::start(self.command(""))
+    }
+}
+
+/// The lines of one life of the job that tell a digest.
+fn digests(said: &[String]) -> Vec<String> {
+    let lines = said.iter().filter(|line| line.contains(" digest "));
+    lines.cloned().collect()
+}
+
+#[test]
+fn a_job_is_saved_ended_and_goes_on_where_it_was() {
+    let scene = Scene::new(&[]);
+    let args = format!("{TARGET} --steps 400");
+    let job = Job::new(&scene, &args);
+    let mut first = job.start();
+    first.wait_for("step 3 ");
+    first.process.signal("TERM");
+    let first = first.ends();
+    assert_eq!(first.code, REQUEUE, "{first:?}");
+    assert!(
+        first.stderr.contains("is committed, and the job was ended"),
+        "{first:?}"
+    );
+    assert_eq!(scene.images("job"), [1]);
+
+    let second = job.start().ends();
+    assert_eq!(second.code, 0, "{second:?}");
+    let reached = step_of(digests(&first.said).last().expect("steps"));
+    let went_on = step_of(digests(&second.said).first().expect("steps"));
+    assert!(
+        (reached..=reached + 1).contains(&went_on),
+        "{reached} {went_on}"
+    );
+
+    let mut alone = Target::start(&scene.node, &args);
+    while alone.next_line().is_some() {}
+    let undisturbed = alone.digest_lines();
+    let mut seen = digests(&first.said);
+    seen.extend(digests(&second.said));
+    seen.dedup();
+    assert_eq!(seen, undisturbed);
+
+    // It finished: the next one is another job under the same name.
+    let mut third = job.start();
+    third.wait_for("ready");
+    third.wait_for("step 0 ");
+}
+
+#[test]
+fn its_own_status_is_passed_on() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    for (script, code) in [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 137)] {
+        let state = scene.state_dir();
+        let config = format!(
+            "\n[job]\nallow_gpu_only = true\nstate_dir = \"{}\"\n",
+            state.display()
+        );
+        let saver = scene.saver_with("job", "", &config);
+        let mut command = saver.cli.command("run");
+        command.args(["--", "sh", "-c", script]);
+        let ended = Supervised::start((saver, command)).ends();
+        assert_eq!(ended.code, code, "{script}: {ended:?}");
+    }
+    let (saver, mut command) = job.command("");
+    command.args(["--steps", "nonsense"]);
+    assert_eq!(Supervised::start((saver, command)).ends().code, 2);
+}
+
+#[test]
+fn what_cannot_be_restored_is_not_started() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let refused = Supervised::start(job.command_with("", false)).ends();
+    assert_eq!(refused.code, 203, "{refused:?}");
+    assert!(
+        refused.stderr.contains("job.restore_command"),
+        "{refused:?}"
+    );
+    assert_eq!(refused.said, [""; 0]);
+
+    // An image that it cannot go on from is no reason to start it afresh.
+    scene.save("job");
+    let job = job.with("allow_gpu_only = true\n");
+    let refused = Supervised::start(job.command_with("", false)).ends();
+    assert_eq!(refused.code, 220, "{refused:?}");
+    assert_eq!(refused.said, [""; 0]);
+    // Nor is a store that does not answer.
+    let rules =
+        json!([{"op": "*", "always": true, "action": {"status": 403, "code": "AccessDenied"}}]);
+    scene.server.set_rules(&rules);
+    let refused = job.start().ends();
+    assert!([203, 220].contains(&refused.code), "{refused:?}");
+    assert_eq!(refused.said, [""; 0]);
+}
+
+#[test]
+fn a_save_that_fails_gives_the_job_back_and_is_tried_again() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    // The first two locks are not granted.
+    let driver =
+        "fault=cuCheckpointProcessLock#1=code:600;fault=cuCheckpointProcessLock#2=code:600";
+    let mut run = Supervised::start(job.command(driver));
+    run.wait_for("step 2 ");
+    run.process.signal("USR1");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert!(ended.stderr.contains("it is tried again"), "{ended:?}");
+    assert_eq!(scene.images("job"), [1]);
+}
+
+#[test]
+fn a_second_signal_changes_nothing_and_a_job_that_ends_is_no_failure() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let mut run = job.start();
+    run.wait_for("step 2 ");
+    for name in ["HUP", "CONT", "TERM", "TERM", "USR1"] {
+        run.process.signal(name);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert_eq!(scene.images("job"), [1], "one save");
+}
