@@ -104,39 +104,109 @@ fn checkpoint_in_custody(
     then: Then,
     while_saved: WhileSaved,
 ) -> Result<Outcome, Failure> {
+    let wanted = Wanted {
+        then,
+        while_saved: Some(while_saved),
+    };
+    let prepared = prepare(session, clock.phase(), custody, wanted)?;
+    save_prepared(session, clock, custody, then, prepared)
+}
+
+/// What a save is prepared for.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    then: Then,
+    /// `None`: nothing is announced yet, because nobody knows when the save begins; the job is opened already.
+    while_saved: Option<WhileSaved>,
+}
+
+/// All that a save needs, while the target still runs untouched.
+struct Prepared {
+    driver: Arc<Driver>,
+    running: RunningProcess,
+    attempt: Attempt,
+    memory: Memory,
+    spill: Result<Option<Spill>, NoSpill>,
+}
+
+/// Everything that can fail or take time before the lock.
+fn prepare(
+    session: &Session,
+    phase: Phase,
+    custody: &Custody,
+    wanted: Wanted,
+) -> Result<Prepared, Failure> {
     let target = &custody.target;
-    let on_failure = on_failure(session, then);
     let (driver, running) = take_in_hand(session, target)?;
+    let told = |panic: Box<dyn std::any::Any + Send>| {
+        panicked(session, &driver, target, phase, panic.as_ref())
+    };
     let opened = catch_unwind(AssertUnwindSafe(|| {
         failpoint::pass("prepare:target known");
         let plan = plan(session, &driver)?;
         // A save that may be spilled reads the GPUs' memory once more for that.
         let runs = 1 + usize::from(session.config.spill.place.is_some());
+        // A target that is not saved at once may use more memory by then.
+        let in_use = wanted.while_saved.is_some();
         // The store is asked while contexts and buffers are made: neither needs the other, and each may take a second.
         std::thread::scope(|scope| {
-            let opening = scope.spawn(|| Attempt::open(session, &driver, custody, while_saved));
-            let allocate = AssertUnwindSafe(|| Memory::allocate(session, &driver, plan, runs));
+            let opening =
+                scope.spawn(|| Attempt::open(session, &driver, custody, wanted.while_saved));
+            let allocate =
+                AssertUnwindSafe(|| Memory::allocate(session, &driver, plan, runs, in_use));
             let memory = catch_unwind(allocate);
             let attempt = opening.join().unwrap_or_else(|panic| resume_unwind(panic));
             Ok::<_, Failure>((attempt?, memory))
         })
     }));
-    let (attempt, memory) = opened.unwrap_or_else(|panic| {
-        Err(panicked(
-            session,
-            &driver,
-            target,
-            clock.phase(),
-            panic.as_ref(),
-        ))
-    })?;
-    let mut spill = Ok(None);
-    let saved = catch_unwind(AssertUnwindSafe(|| {
+    let (attempt, memory) = opened.unwrap_or_else(|panic| Err(told(panic)))?;
+    let ready = catch_unwind(AssertUnwindSafe(|| {
         let memory = memory
             .unwrap_or_else(|panic| resume_unwind(panic))
             .map_err(|cause| without_memory(session, &driver, target, cause))?;
         failpoint::pass("prepare:memory ready");
-        spill = Spill::prepare(session, &driver, target, &attempt, on_failure);
+        let on_failure = on_failure(session, wanted.then);
+        let spill = Spill::prepare(session, &driver, target, &attempt, on_failure);
+        Ok((memory, spill))
+    }));
+    match ready.unwrap_or_else(|panic| Err(told(panic))) {
+        Ok((memory, spill)) => Ok(Prepared {
+            driver,
+            running,
+            attempt,
+            memory,
+            spill,
+        }),
+        Err(mut failure) => {
+            let left = attempt.close(session, &[], is_given_up(&failure));
+            failure.attached.extend(left);
+            Err(failure)
+        }
+    }
+}
+
+/// From the lock on.
+fn save_prepared(
+    session: &Session,
+    clock: &mut PhaseClock,
+    custody: &Custody,
+    then: Then,
+    prepared: Prepared,
+) -> Result<Outcome, Failure> {
+    let Prepared {
+        driver,
+        running,
+        attempt,
+        memory,
+        spill,
+    } = prepared;
+    let target = &custody.target;
+    let on_failure = on_failure(session, then);
+    let spill = match spill {
+        Ok(Some(spill)) => spill.leave_time(session, &driver, on_failure).map(Some),
+        spill => spill,
+    };
+    let saved = catch_unwind(AssertUnwindSafe(|| {
         let around = Around {
             session,
             driver: &driver,
@@ -187,6 +257,123 @@ fn checkpoint_in_custody(
     let free_again = free_again?;
     let outcome = report(session, &driver, target, committed, free_again);
     must_be_as_asked(outcome, then)
+}
+
+/// A save that is prepared: from a notice to the lock there is nothing left to do but to announce it. It holds the pinned buffers, an open upload per GPU and, with a spill, room on the disk; the target runs untouched.
+pub struct Armed {
+    session: Session,
+    custody: Custody,
+    prepared: Prepared,
+    since: Instant,
+}
+
+impl std::fmt::Debug for Armed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Armed")
+            .field("custody", &self.custody)
+            .field("since", &self.since)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Prepares a save of a running CUDA process whose job is ours ([`Session::ours`]).
+///
+/// # Errors
+/// As [`checkpoint`] before the lock.
+pub fn arm(session: &Session, pid: u32) -> Result<Armed, Failure> {
+    let session = session.for_one_transfer(None);
+    let custody = take_custody(&session, pid)?;
+    let wanted = Wanted {
+        then: Then::Suspend,
+        while_saved: None,
+    };
+    match prepare(&session, Phase::Prepare, &custody, wanted) {
+        Ok(prepared) => Ok(Armed {
+            session,
+            custody,
+            prepared,
+            since: Instant::now(),
+        }),
+        Err(failure) => {
+            custody.end(failure.code);
+            Err(failure)
+        }
+    }
+}
+
+impl Armed {
+    /// The surroundings of the save.
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// How long it has been prepared.
+    pub fn age(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Bytes of host memory that it holds, pinned or not.
+    pub fn memory_planned(&self) -> u64 {
+        self.prepared.memory.planned()
+    }
+
+    /// Bytes that all GPUs have in use now.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn used_memory(&self) -> Result<u64, DriverError> {
+        let driver = &self.prepared.driver;
+        let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
+        used.sum()
+    }
+
+    /// Saves the target.
+    ///
+    /// # Errors
+    /// As [`checkpoint`].
+    pub fn save(self, deadline: Option<Instant>, then: Then) -> Result<Outcome, Failure> {
+        let Self {
+            session,
+            custody,
+            mut prepared,
+            ..
+        } = self;
+        session.set_deadline(deadline);
+        let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
+        let announced = prepared
+            .attempt
+            .announce_now(&session, &prepared.driver, &custody);
+        let result = match announced {
+            Ok(()) => save_prepared(&session, &mut clock, &custody, then, prepared),
+            Err(failure) => {
+                if let Ok(Some(spill)) = &prepared.spill {
+                    spill.give_back(&session);
+                }
+                Err(failure)
+            }
+        };
+        custody.end(
+            result
+                .as_ref()
+                .map_or_else(|failure| failure.code, |_| ExitCode::Ok),
+        );
+        Ok(Outcome {
+            seconds: clock.finish(),
+            ..result?
+        })
+    }
+
+    /// Gives back what it holds; nothing was saved.
+    pub fn stand_down(self) {
+        let session = &self.session;
+        for leftover in self.prepared.attempt.close(session, &[], false) {
+            tracing::warn!("{leftover}");
+        }
+        if let Ok(Some(spill)) = &self.prepared.spill {
+            spill.give_back(session);
+        }
+        self.custody.end(ExitCode::Ok);
+    }
 }
 
 /// A committed image, and how it came about.

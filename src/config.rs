@@ -445,6 +445,43 @@ impl Config {
         })
     }
 
+    /// Where `run` and `watch` of this job listen (`preempt.socket`).
+    pub fn socket(&self) -> PathBuf {
+        match &self.preempt.socket {
+            Some(path) => path.clone(),
+            None => self.state_dir().join(format!("{}.sock", self.job)),
+        }
+    }
+
+    /// The same for commands that need nothing else: the flag, else the file.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the key or flag.
+    pub fn resolve_socket(
+        flag: Option<&str>,
+        overrides: &Overrides,
+        raw: &RawConfig,
+    ) -> Result<PathBuf, ConfigError> {
+        let given = Setting::text(
+            "--socket",
+            flag,
+            "preempt.socket",
+            raw.preempt.socket.as_deref(),
+        );
+        if let Some(path) = given {
+            return path.file_path();
+        }
+        let job = JobName::resolve(overrides, raw)?.ok_or(ConfigError::Missing {
+            what: "no job is named",
+            key: "job.name",
+            flag: "--job, or --socket",
+        })?;
+        let dir = Setting::file("job.state_dir", raw.job.state_dir.as_deref());
+        let dir = dir.map(|dir| dir.directory(&dir.value)).transpose()?;
+        let dir = dir.unwrap_or_else(journal::default_dir);
+        Ok(dir.join(format!("{job}.sock")))
+    }
+
     /// Where this node keeps what is under way (`job.state_dir`).
     pub fn state_dir(&self) -> PathBuf {
         self.state_dir.clone().unwrap_or_else(journal::default_dir)

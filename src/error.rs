@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Exit codes of every command. The numbers are a contract with schedulers' scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -67,6 +67,12 @@ impl ExitCode {
         ExitCode::RestoreRefused,
         ExitCode::RestoreFailed,
     ];
+
+    /// The one with this number.
+    pub fn from_code(code: u8) -> Option<Self> {
+        let mut all = Self::ALL.iter().copied();
+        all.find(|known| known.code() == code)
+    }
 
     /// The process exit status.
     pub fn code(self) -> u8 {
@@ -148,7 +154,7 @@ impl ExitCode {
 }
 
 /// Where in the life of a save or a restore something happened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Phase {

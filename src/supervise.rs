@@ -15,6 +15,8 @@
 //!
 //! The job is started afresh only on proof that there is no image, or that it finished. It is ended only after the commit of an image that can be restored without it.
 
+mod arming;
+mod desk;
 mod process;
 
 use std::any::Any;
@@ -26,9 +28,9 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tokio::sync::{Mutex, mpsc};
 
-use crate::checkpoint::{self, Then, look};
-use crate::config::DeadlinePolicy;
-use crate::driver::{Driver, ProcessState};
+use crate::checkpoint::{self, Armed, Then};
+use crate::config::{DeadlinePolicy, Source};
+use crate::driver::ProcessState;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::outcome::Outcome;
@@ -40,7 +42,11 @@ use crate::resume;
 use crate::session::Session;
 use crate::writer::random_hex;
 
+pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
 pub use process::{JobProcess, Status};
+
+use arming::{Arming, WarmDriver, gpu_process};
+use desk::Desk;
 
 /// Restores of one image that may fail.
 const RESTORES: u32 = 3;
@@ -69,13 +75,15 @@ pub enum End {
 /// What a supervision works with.
 pub struct Supervisor<'a> {
     /// Its signals end nothing but what comes before the job.
-    pub session: Session,
+    session: Session,
     /// Where the notices are.
-    pub board: Board,
+    board: Board,
     /// Signals that the job is to have.
-    pub for_the_job: mpsc::UnboundedReceiver<Signal>,
+    for_the_job: mpsc::UnboundedReceiver<Signal>,
     /// Shows a transfer's progress as long as what it returns lives.
-    pub show: &'a dyn Fn(&Session) -> Box<dyn Any>,
+    show: &'a dyn Fn(&Session) -> Box<dyn Any>,
+    desk: Desk,
+    driver: WarmDriver,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -93,6 +101,8 @@ enum Event {
     Notice(Notice),
     /// It is time for a save without a notice.
     Interval,
+    /// It is time to look after what is prepared.
+    Tend,
 }
 
 /// What a save has led to.
@@ -109,9 +119,10 @@ enum Saved {
     Stuck(Failure),
 }
 
-/// What is remembered from one save to the next.
-#[derive(Debug, Default)]
-struct Memory {
+/// What goes on from one save to the next.
+#[derive(Debug)]
+struct Watch {
+    arming: Arming,
     /// Bytes of GPU memory per second, from the notice to the commit, of the last save.
     rate: Option<f64>,
     /// As many notices were raised when the last one was refused.
@@ -121,24 +132,47 @@ struct Memory {
     next_interval: Option<Instant>,
 }
 
-impl Supervisor<'_> {
+impl<'a> Supervisor<'a> {
+    /// Makes everything ready, and listens (`preempt.socket`) where that is wanted.
+    ///
+    /// # Errors
+    /// Exit 3 when the socket cannot be made: nobody could bring a notice.
+    pub fn new(
+        session: Session,
+        board: Board,
+        for_the_job: mpsc::UnboundedReceiver<Signal>,
+        show: &'a dyn Fn(&Session) -> Box<dyn Any>,
+    ) -> Result<Self, Failure> {
+        let preempt = &session.config.preempt;
+        let mut desk = Desk::new(&board, preempt.notice, session.config.job.as_str());
+        if preempt.sources.contains(&Source::Socket) {
+            let path = session.config.socket();
+            desk.listen(&session.runtime, &path).map_err(|error| {
+                let why = format!("{} (preempt.socket): {error}", path.display());
+                let code = match error.kind() {
+                    std::io::ErrorKind::AddrInUse => ExitCode::NotOurs,
+                    _ => ExitCode::Preflight,
+                };
+                Failure::new(code, Phase::Prepare, why)
+            })?;
+        }
+        Ok(Self {
+            session,
+            board,
+            for_the_job,
+            show,
+            desk,
+            driver: WarmDriver::warm_up(),
+        })
+    }
+
     /// Starts the job, or restores it, and stays with it until it ends.
     ///
     /// # Errors
     /// A [`Failure`] with the code of PROTOCOL section 6, of whatever kept us from doing one or the other.
     pub fn run(mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
-        self.must_be_restorable()?;
-        self.settle();
-        self.open_the_job()?;
-        let began = self.begin(program, args);
-        let job = match began {
-            Ok(job) => job,
-            Err(failure) => {
-                self.give_up_the_job();
-                return Err(failure);
-            }
-        };
-        self.watch_over(job)
+        let ended = self.run_to_the_end(program, args);
+        self.conclude(ended)
     }
 
     /// Stays with a job that runs already.
@@ -146,11 +180,48 @@ impl Supervisor<'_> {
     /// # Errors
     /// As [`Supervisor::run`].
     pub fn watch(mut self, pid: u32) -> Result<End, Failure> {
+        let ended = self.watch_to_the_end(pid);
+        self.conclude(ended)
+    }
+
+    fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
+        self.must_be_restorable()?;
+        self.settle();
+        self.open_the_job()?;
+        match self.begin(program, args) {
+            Ok(job) => self.watch_over(&job),
+            Err(failure) => {
+                self.give_up_the_job();
+                Err(failure)
+            }
+        }
+    }
+
+    fn watch_to_the_end(&mut self, pid: u32) -> Result<End, Failure> {
         self.must_be_restorable()?;
         let job = JobProcess::find(pid)
             .map_err(|error| Failure::new(ExitCode::NothingToSave, Phase::Prepare, error))?;
         self.open_the_job()?;
-        self.watch_over(job)
+        self.watch_over(&job)
+    }
+
+    /// Whoever has brought a notice hears what became of it.
+    fn conclude(&self, ended: Result<End, Failure>) -> Result<End, Failure> {
+        self.desk.report(|report| report.doing = Doing::Ended);
+        self.desk.conclude(match &ended {
+            Ok(End::Saved(outcome)) => Verdict {
+                image: Some(outcome.image.clone()),
+                ..Verdict::default()
+            },
+            Ok(End::Job(status)) => Verdict {
+                exit_code: ExitCode::NothingToSave.code(),
+                cause: vec![format!("the job {status}")],
+                ..Verdict::default()
+            },
+            Err(failure) => verdict_of(failure),
+        });
+        self.session.wait(self.desk.close());
+        ended
     }
 
     /// A job that is ended must be restorable from what is in the store.
@@ -309,6 +380,7 @@ impl Supervisor<'_> {
             )));
         };
         tracing::warn!("restoring the job from image {id}");
+        self.desk.report(|report| report.doing = Doing::Restoring);
         let args: Vec<OsString> = args.iter().map(OsString::from).collect();
         let job = JobProcess::start(&program.into(), &args).map_err(|error| {
             refused(format!(
@@ -327,7 +399,7 @@ impl Supervisor<'_> {
     }
 
     fn restore_into(&self, job: &JobProcess) -> Result<(), Failure> {
-        self.comes_up_suspended(job)?;
+        let pid = self.comes_up_suspended(job)?;
         let session = self.session.for_one_transfer(None);
         let _shown = (self.show)(&session);
         let wanted = Wanted {
@@ -336,7 +408,7 @@ impl Supervisor<'_> {
             read_only: false,
             while_saved: WhileSaved::Wait,
         };
-        let outcome = restore::restore(&session, job.pid, wanted)?;
+        let outcome = restore::restore(&session, pid, wanted)?;
         tracing::warn!(
             "image {} is restored into process {}",
             outcome.image,
@@ -345,37 +417,32 @@ impl Supervisor<'_> {
         Ok(())
     }
 
-    /// Waits until the process is suspended, and can be given its memory.
-    fn comes_up_suspended(&self, job: &JobProcess) -> Result<(), Failure> {
+    /// Waits until the process is suspended, and can be given its memory. Its pid, or that of the process with the GPUs that came from it.
+    fn comes_up_suspended(&self, job: &JobProcess) -> Result<u32, Failure> {
         let refused = |why: Box<dyn Error + Send + Sync>| {
             Failure::new(ExitCode::RestoreRefused, Phase::Read, why)
         };
         let timeout = self.session.config.run.restore_timeout;
         let until = Instant::now() + timeout;
-        let driver = Driver::open().map_err(|error| refused(error.into()))?;
+        let driver = self.driver.open()?;
         loop {
             if let Some(status) = job.status() {
                 let why = format!("job.restore_command {status} before it could be restored into");
                 return Err(refused(why.into()));
             }
-            if matches!(driver.state(job.pid), Ok(ProcessState::Checkpointed)) {
-                return Ok(());
+            if let Some(pid) = gpu_process(&driver, job)?
+                && matches!(driver.state(pid), Ok(ProcessState::Checkpointed))
+            {
+                return Ok(pid);
             }
             if Instant::now() >= until {
-                let state = look(&driver, &self.target_of(job)?).state;
                 let why = format!(
-                    "process {} of job.restore_command is {state} after {timeout:?}, and must be checkpointed (job.restore_timeout)",
-                    job.pid
+                    "no process of job.restore_command is checkpointed after {timeout:?} (job.restore_timeout)"
                 );
                 return Err(refused(why.into()));
             }
             std::thread::sleep(LOOK_EVERY);
         }
-    }
-
-    fn target_of(&self, job: &JobProcess) -> Result<crate::target::Target, Failure> {
-        crate::target::Target::look(job.pid)
-            .map_err(|error| Failure::new(ExitCode::RestoreRefused, Phase::Read, error))
     }
 
     /// A job that ends badly as soon as it has its memory was not restored.
@@ -392,56 +459,84 @@ impl Supervisor<'_> {
         }
     }
 
-    fn watch_over(&mut self, job: JobProcess) -> Result<End, Failure> {
+    fn watch_over(&mut self, job: &JobProcess) -> Result<End, Failure> {
         let interval = self.session.config.run.interval;
-        let mut memory = Memory {
-            next_interval: interval.map(|interval| Instant::now() + interval),
-            ..Memory::default()
+        let next_interval = move || interval.map(|interval| Instant::now() + interval);
+        let mut watch = Watch {
+            arming: Arming::new(&self.session, self.driver.clone()),
+            rate: None,
+            refused: 0,
+            not_before: None,
+            next_interval: next_interval(),
         };
+        self.desk.report(|report| report.job_pid = Some(job.pid));
         loop {
-            match self.next_event(&job, &memory) {
+            self.desk.report(|report| report.doing = Doing::Watching);
+            match self.next_event(job, &watch) {
                 Event::Ended(status) => {
-                    self.finished(status);
-                    return Ok(End::Job(status));
+                    watch.arming.stand_down();
+                    return Ok(self.ended_by_itself(status));
                 }
                 Event::Signal(signal) => job.signal(signal),
+                Event::Tend => {
+                    if watch.arming.tend(job) {
+                        self.tell_of(&watch.arming);
+                    }
+                }
                 Event::Notice(notice) => {
                     let raised = self.board.standing().raised();
-                    match self.save_for(&notice, &job, &mut memory) {
-                        Saved::Committed(outcome) => return self.end(&job, *outcome),
+                    let saved = self.save_for(&notice, job, &mut watch);
+                    self.count(&saved);
+                    match saved {
+                        Saved::Committed(outcome) => return self.end(job, *outcome),
                         Saved::JobEnded => {
                             let status = self.session.wait(job.ended());
-                            self.finished(status);
-                            return Ok(End::Job(status));
+                            return Ok(self.ended_by_itself(status));
                         }
                         Saved::RunsOn(failure) => {
                             tell(
                                 "the save failed, and the job runs; it is tried again",
                                 &failure,
                             );
-                            memory.not_before = Some(Instant::now() + TRY_AGAIN_AFTER);
+                            watch.not_before = Some(Instant::now() + TRY_AGAIN_AFTER);
                         }
                         Saved::Refused(failure) => {
                             tell(
                                 "the job is not saved, and has the rest of the time for itself",
                                 &failure,
                             );
-                            memory.refused = raised;
+                            watch.refused = raised;
+                            self.desk.conclude(verdict_of(&failure));
                             job.signal(Signal::TERM);
                         }
                         Saved::Stuck(failure) => return Err(failure),
                     }
                 }
                 Event::Interval => {
-                    memory.next_interval = interval.map(|interval| Instant::now() + interval);
-                    self.save_in_passing(&job, &mut memory)?;
+                    watch.next_interval = next_interval();
+                    self.save_in_passing(job, &mut watch)?;
                 }
             }
         }
     }
 
+    fn tell_of(&self, arming: &Arming) {
+        let bytes = arming.memory_planned();
+        if let Some(bytes) = bytes {
+            tracing::info!(
+                "a save is prepared, and holds {} MiB of host memory",
+                bytes >> 20
+            );
+        }
+        self.desk.report(|report| {
+            report.armed = bytes.is_some();
+            report.armed_bytes = bytes.unwrap_or(0);
+            report.not_armed = arming.why_not().map(str::to_owned);
+        });
+    }
+
     /// Waits for what comes next.
-    fn next_event(&mut self, job: &JobProcess, memory: &Memory) -> Event {
+    fn next_event(&mut self, job: &JobProcess, watch: &Watch) -> Event {
         let mut changes = self.board.subscribe();
         let for_the_job = &mut self.for_the_job;
         let at = |moment: Option<Instant>| async move {
@@ -450,7 +545,7 @@ impl Supervisor<'_> {
                 None => std::future::pending().await,
             }
         };
-        let (refused, not_before) = (memory.refused, memory.not_before);
+        let (refused, not_before) = (watch.refused, watch.not_before);
         self.session.runtime.block_on(async {
             let notice = async {
                 at(not_before.or(Some(Instant::now()))).await;
@@ -471,20 +566,27 @@ impl Supervisor<'_> {
                 status = job.ended() => Event::Ended(status),
                 notice = notice => Event::Notice(notice),
                 Some(signal) = for_the_job.recv() => Event::Signal(signal),
-                () = at(memory.next_interval) => Event::Interval,
+                () = at(watch.next_interval) => Event::Interval,
+                () = at(Some(watch.arming.next_look())) => Event::Tend,
             }
         })
     }
 
     /// One save before the node goes away.
-    fn save_for(&self, notice: &Notice, job: &JobProcess, memory: &mut Memory) -> Saved {
+    fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
+        self.desk.report(|report| report.doing = Doing::Saving);
         let margin = self.session.config.preempt.margin;
         let due = move |gone_at: Instant| gone_at.checked_sub(margin).unwrap_or(gone_at);
         let deadline = due(notice.gone_at);
-        if let Some(failure) = self.does_not_fit(deadline, memory) {
+        let prepared = match self.prepared(job, watch, deadline) {
+            Ok(prepared) => prepared,
+            Err(failure) => return self.failed(&self.session, job, failure),
+        };
+        if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
+            prepared.stand_down();
             return Saved::Refused(failure);
         }
-        let session = self.session.for_one_transfer(Some(deadline));
+        let session = prepared.session().clone();
         // A shorter notice that comes during the save counts; one that is withdrawn leaves the others.
         let (following, mut changes) = (session.clone(), self.board.subscribe());
         let follow = self.session.runtime.spawn(async move {
@@ -493,24 +595,50 @@ impl Supervisor<'_> {
                 following.set_deadline(earliest.map(due));
             }
         });
-        let _shown = (self.show)(&session);
-        let saved = checkpoint::checkpoint(&session, job.pid, Then::Suspend, WhileSaved::TakeOver);
+        let shown = (self.show)(&session);
+        let saved = prepared.save(Some(deadline), Then::Suspend);
         follow.abort();
+        drop(shown);
         match saved {
             Ok(outcome) => {
-                memory.remember(&outcome);
+                watch.remember(&outcome);
                 Saved::Committed(Box::new(outcome))
             }
             Err(failure) => self.failed(&session, job, failure),
         }
     }
 
+    /// What was prepared, or else is prepared now.
+    fn prepared(
+        &self,
+        job: &JobProcess,
+        watch: &mut Watch,
+        deadline: Instant,
+    ) -> Result<Armed, Failure> {
+        if let Some(armed) = watch.arming.take() {
+            return Ok(armed);
+        }
+        let driver = self.driver.open()?;
+        let Some(pid) = gpu_process(&driver, job)? else {
+            let why = "the job uses no GPU, so there is nothing to save";
+            return Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why));
+        };
+        if Instant::now() >= deadline {
+            let why = "the node should be gone by now";
+            return Err(Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why));
+        }
+        checkpoint::arm(&self.session, pid)
+    }
+
     /// What a save that failed means.
     fn failed(&self, session: &Session, job: &JobProcess, failure: Failure) -> Saved {
         match failure.code {
-            ExitCode::NothingToSave if job.status().is_some() => Saved::JobEnded,
+            // Its end is on the way to us.
+            _ if job.status().is_some() => Saved::JobEnded,
             ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
-            ExitCode::Config | ExitCode::Preflight => Saved::Refused(failure),
+            ExitCode::Config | ExitCode::Preflight | ExitCode::DoesNotFit => {
+                Saved::Refused(failure)
+            }
             ExitCode::Spilled => match resume::resume(session) {
                 Ok(outcome) => Saved::Committed(Box::new(outcome)),
                 Err(_still_sealed) => Saved::Stuck(failure),
@@ -520,15 +648,12 @@ impl Supervisor<'_> {
     }
 
     /// A save that will be late is not begun, where that is what is wanted.
-    fn does_not_fit(&self, deadline: Instant, memory: &Memory) -> Option<Failure> {
-        let rate = memory.rate?;
+    fn does_not_fit(&self, deadline: Instant, rate: Option<f64>, armed: &Armed) -> Option<Failure> {
+        let rate = rate?;
         if self.session.config.preempt.policy != DeadlinePolicy::Refuse {
             return None;
         }
-        let driver = Driver::open().ok()?;
-        driver.retain_contexts().ok()?;
-        let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
-        let used: u64 = used.filter_map(Result::ok).sum();
+        let used = armed.used_memory().ok()?;
         let left = deadline.saturating_duration_since(Instant::now());
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
         let needed = Duration::try_from_secs_f64(used as f64 / rate).unwrap_or(Duration::MAX);
@@ -545,30 +670,59 @@ impl Supervisor<'_> {
     }
 
     /// A save after which the job goes on.
-    fn save_in_passing(&self, job: &JobProcess, memory: &mut Memory) -> Result<(), Failure> {
-        let session = self.session.for_one_transfer(None);
-        let _shown = (self.show)(&session);
-        match checkpoint::checkpoint(&session, job.pid, Then::Resume, WhileSaved::TakeOver) {
-            Ok(outcome) => {
-                memory.remember(&outcome);
-                tracing::info!("image {} is committed, and the job runs on", outcome.image);
-                Ok(())
-            }
-            Err(failure) if job.status().is_some() => {
-                tell("the job ended while it was saved", &failure);
-                Ok(())
-            }
-            Err(failure)
-                if matches!(
-                    failure.code,
-                    ExitCode::RolledBack | ExitCode::Preflight | ExitCode::NothingToSave
-                ) =>
-            {
-                tell("the job was not saved, and runs on", &failure);
-                Ok(())
+    fn save_in_passing(&self, job: &JobProcess, watch: &mut Watch) -> Result<(), Failure> {
+        self.desk.report(|report| report.doing = Doing::Saving);
+        let long = Instant::now() + Duration::from_secs(3600);
+        let saved = match self.prepared(job, watch, long) {
+            Ok(prepared) => {
+                let session = prepared.session().clone();
+                let shown = (self.show)(&session);
+                let saved = prepared.save(None, Then::Resume);
+                drop(shown);
+                saved
             }
             Err(failure) => Err(failure),
+        };
+        let saved = match saved {
+            Ok(outcome) => {
+                watch.remember(&outcome);
+                tracing::info!("image {} is committed, and the job runs on", outcome.image);
+                Saved::Committed(Box::new(outcome))
+            }
+            Err(failure) => match failure.code {
+                _ if job.status().is_some() => Saved::JobEnded,
+                ExitCode::RolledBack | ExitCode::Preflight | ExitCode::NothingToSave => {
+                    tell("the job was not saved, and runs on", &failure);
+                    Saved::RunsOn(failure)
+                }
+                _ => Saved::Stuck(failure),
+            },
+        };
+        self.count(&saved);
+        match saved {
+            Saved::Stuck(failure) => Err(failure),
+            _ => Ok(()),
         }
+    }
+
+    fn count(&self, saved: &Saved) {
+        self.desk.report(|report| match saved {
+            Saved::Committed(outcome) => {
+                report.saves_committed += 1;
+                report.image = Some(outcome.image.clone());
+                report.last_failure = None;
+            }
+            Saved::RunsOn(failure) | Saved::Refused(failure) | Saved::Stuck(failure) => {
+                report.saves_failed += 1;
+                report.last_failure = Some(one_line(failure.cause.as_ref()));
+            }
+            Saved::JobEnded => {}
+        });
+    }
+
+    fn ended_by_itself(&self, status: Status) -> End {
+        self.finished(status);
+        End::Job(status)
     }
 
     /// The image is committed: the job's process is not needed any more, if the image can be restored without it.
@@ -617,7 +771,7 @@ impl Supervisor<'_> {
     }
 }
 
-impl Memory {
+impl Watch {
     fn remember(&mut self, outcome: &Outcome) {
         let seconds: f64 = outcome.seconds.iter().map(|phase| phase.seconds).sum();
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
@@ -625,6 +779,15 @@ impl Memory {
         if raw > 0.0 && seconds > 0.0 {
             self.rate = Some(raw / seconds);
         }
+    }
+}
+
+fn verdict_of(failure: &Failure) -> Verdict {
+    Verdict {
+        exit_code: failure.code.code(),
+        phase: Some(failure.phase),
+        image: failure.generation.map(image_id),
+        cause: failure.cause_chain(),
     }
 }
 

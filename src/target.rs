@@ -14,6 +14,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 /// Field of `/proc/PID/stat`, counted behind the command's closing parenthesis: state.
 const STAT_STATE: usize = 0;
+/// The same: pid of the parent.
+const STAT_PARENT: usize = 1;
 /// The same: start time in clock ticks since boot (field 22 of proc(5)).
 const STAT_START_TIME: usize = 19;
 
@@ -148,6 +150,30 @@ impl Target {
     }
 }
 
+/// A process and everything that came from it, itself first. Processes whose parent has ended are not among them.
+pub fn descendants(pid: u32) -> Vec<u32> {
+    let mut parents: Vec<(u32, u32)> = Vec::new();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        // It may have ended since.
+        let stat = read(pid, "stat").unwrap_or_default();
+        let parent = stat_field(&stat, STAT_PARENT).and_then(|text| text.parse().ok());
+        parents.extend(parent.map(|parent| (pid, parent)));
+    }
+    let mut found = vec![pid];
+    let mut next = 0;
+    while let Some(parent) = found.get(next).copied() {
+        let children = parents.iter().filter(|(_, of)| *of == parent);
+        let children: Vec<u32> = children.map(|(child, _)| *child).collect();
+        found.extend(children.into_iter().filter(|child| *child != parent));
+        next += 1;
+    }
+    found
+}
+
 /// The kernel's id of this boot.
 ///
 /// # Errors
@@ -244,6 +270,23 @@ mod tests {
             Target::look(child.id()),
             Err(TargetError::Gone { .. })
         ));
+    }
+
+    #[test]
+    fn descendants_are_found_through_their_parents() {
+        let mut shell = Command::new("sh")
+            .args(["-c", "sleep 60 & echo $!; wait"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let mut out = std::io::BufReader::new(shell.stdout.take().unwrap());
+        std::io::BufRead::read_line(&mut out, &mut line).unwrap();
+        let sleep: u32 = line.trim().parse().unwrap();
+        assert_eq!(descendants(shell.id()), [shell.id(), sleep]);
+        assert!(descendants(std::process::id()).contains(&sleep));
+        Target::look(sleep).unwrap().kill().unwrap();
+        shell.wait().unwrap();
     }
 
     #[test]

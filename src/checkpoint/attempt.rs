@@ -50,14 +50,13 @@ pub(super) struct OpenUpload {
 }
 
 impl Attempt {
-    /// Claims a prefix and reads the log, then opens the uploads: two answers of the store to wait for, whatever the number of GPUs. On failure nothing of it stays but the claim.
+    /// Claims a prefix and reads the log, then opens the uploads: two answers of the store to wait for, whatever the number of GPUs. With `while_saved` it is announced, too. On failure nothing of it stays but the claim.
     pub(super) fn open(
         session: &Session,
         driver: &Driver,
         custody: &Custody,
-        while_saved: WhileSaved,
+        while_saved: Option<WhileSaved>,
     ) -> Result<Self, Failure> {
-        let target = &custody.target;
         let mut attempt = Self {
             nonce: random_hex::<16>(),
             next_slot: 0,
@@ -65,17 +64,55 @@ impl Attempt {
             uploads: Vec::new(),
         };
         let claiming = attempt.claim(session, driver, custody, while_saved);
-        let Err(cause) = session.wait(claiming) else {
-            return Ok(attempt);
+        match session.wait(claiming) {
+            Ok(()) => Ok(attempt),
+            Err(cause) => Err(attempt.refused(session, driver, custody, cause)),
+        }
+    }
+
+    /// Announces it, behind everything that the job's log says by now.
+    pub(super) fn announce_now(
+        &mut self,
+        session: &Session,
+        driver: &Driver,
+        custody: &Custody,
+    ) -> Result<(), Failure> {
+        let announcing = async {
+            let by = ProcessIdentity::ours()?;
+            let free = match &session.ours {
+                Some(ours) => {
+                    let mut ours = ours.lock().await;
+                    let log = ours.must_be_ours(&*session.store).await?;
+                    if log.is_dropped(&self.nonce) {
+                        return Err(OpenError::GivenUp);
+                    }
+                    log.next_slot()
+                }
+                None => unreachable!("what is announced later has been opened before"),
+            };
+            self.announce(session, driver, custody, by, free).await
         };
+        let announced = session.wait(announcing);
+        announced.map_err(|cause| self.refused(session, driver, custody, cause))
+    }
+
+    /// It is not to be, and is closed.
+    fn refused(
+        &self,
+        session: &Session,
+        driver: &Driver,
+        custody: &Custody,
+        cause: OpenError,
+    ) -> Failure {
         let code = cause.code();
+        let target = &custody.target;
         let mut failure = not_begun(session, driver, target, Phase::Prepare, cause.into());
         // A refusal that is the store's says what to mend; a passing fault says what became of the target.
         if code != ExitCode::RolledBack && !session.cancel.is_cancelled() {
             failure.code = code;
         }
-        failure.attached = attempt.close(session, &[], attempt.next_slot > 0);
-        Err(failure)
+        failure.attached = self.close(session, &[], self.next_slot > 0);
+        failure
     }
 
     async fn claim(
@@ -83,7 +120,7 @@ impl Attempt {
         session: &Session,
         driver: &Driver,
         custody: &Custody,
-        while_saved: WhileSaved,
+        while_saved: Option<WhileSaved>,
     ) -> Result<(), OpenError> {
         let target = &custody.target;
         let job = &session.config.job;
@@ -103,7 +140,10 @@ impl Attempt {
         let reading = async {
             match &session.ours {
                 Some(ours) => Ok(ours.lock().await.must_be_ours(store).await?.clone()),
-                None => ownership::wait_for_savers(store, job, while_saved, &session.cancel).await,
+                None => {
+                    let wanted = while_saved.unwrap_or_default();
+                    ownership::wait_for_savers(store, job, wanted, &session.cancel).await
+                }
             }
         };
         let (put, log) = join(put, reading).await;
@@ -159,6 +199,7 @@ impl Attempt {
         }
         failpoint::pass("prepare:uploads open");
         match (log, failed) {
+            (Ok(_slot), None) if while_saved.is_none() => Ok(()),
             (Ok(slot), None) => self.announce(session, driver, custody, by, slot + 1).await,
             (Err(error), None) => Err(error.into()),
             (_, Some(failed)) => Err(failed),

@@ -72,16 +72,20 @@ struct Provisions {
 
 impl Memory {
     /// Retains the GPUs' contexts (each takes time and GPU memory, so not before the target is known to be one), and allocates what can be used of the plan, for so many
-    /// `runs` over the GPUs.
+    /// `runs` over the GPUs: no more than their memory `in_use` now can fill, or than all of it can.
     pub(super) fn allocate(
         session: &Session,
         driver: &Arc<Driver>,
         plan: SavePlan,
         runs: usize,
+        in_use: bool,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
         driver.retain_contexts()?;
         session.check_cancelled()?;
-        let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
+        let used = (0..driver.devices().len()).map(|device| match in_use {
+            true => driver.used_memory(device),
+            false => Ok(driver.devices()[device].memory_len),
+        });
         let plan = plan.for_memory_in_use(&used.collect::<Result<Vec<_>, _>>()?);
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut rings = Vec::new();

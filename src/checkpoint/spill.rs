@@ -71,6 +71,15 @@ pub(super) struct Spill {
 #[derive(Debug)]
 pub(super) struct NoSpill(pub(super) String);
 
+impl NoSpill {
+    fn because(error: &SpillError) -> Self {
+        let why = crate::error::one_line(error);
+        let why = format!("there is no spill: {why}");
+        tracing::warn!("{why}");
+        Self(why)
+    }
+}
+
 /// The save is whole in the spill, and perhaps it is sealed.
 #[derive(Debug, thiserror::Error)]
 #[error("it is not known whether the save is sealed")]
@@ -121,18 +130,13 @@ impl Spill {
         };
         let reserved = session.wait(async {
             // A disk that hangs must not hold up a save that the store would take.
-            let reserving = Self::reserve(session, config, driver, target, attempt, on_failure);
+            let reserving = Self::reserve(session, config, driver, target, attempt);
             let reserved = tokio::time::timeout(PATIENCE, reserving).await;
             reserved.unwrap_or_else(|_elapsed| Err(hangs(config)))
         });
         let (disk, claim, uploads) = match reserved {
             Ok(reserved) => reserved,
-            Err(error) => {
-                let why = crate::error::one_line(&error);
-                let why = format!("there is no spill: {why}");
-                tracing::warn!("{why}");
-                return Err(NoSpill(why));
-            }
+            Err(error) => return Err(NoSpill::because(&error)),
         };
         let store = Retrying::new(
             disk,
@@ -140,7 +144,6 @@ impl Spill {
             CancellationToken::new(),
             Arc::clone(&session.meter),
         );
-        store.set_deadline(session.deadline());
         failpoint::pass("spill:room set aside");
         Ok(Some(Self {
             store: Arc::new(store),
@@ -156,7 +159,6 @@ impl Spill {
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
-        on_failure: OnFailure,
     ) -> Result<(Arc<FileStore>, Claim, Vec<OpenUpload>), SpillError> {
         let failed = |source| not_set_aside(config, source);
         let job = &session.config.job;
@@ -182,10 +184,6 @@ impl Spill {
             &disk,
             &mut uploads,
         );
-        let room = async {
-            let in_all = room.await?;
-            leave_time(session, config, &disk, in_all, on_failure).await
-        };
         if let Err(error) = room.await {
             for open in &uploads {
                 // It is swept away by a later save at the latest.
@@ -196,7 +194,7 @@ impl Spill {
         Ok((disk, claim, uploads))
     }
 
-    /// Room for what every GPU uses; how many bytes that are. What was begun is in `uploads`, also after an error.
+    /// Room for what every GPU uses. What was begun is in `uploads`, also after an error.
     async fn set_aside(
         session: &Session,
         config: &SpillPlace,
@@ -205,7 +203,7 @@ impl Spill {
         attempt: &Attempt,
         disk: &FileStore,
         uploads: &mut Vec<OpenUpload>,
-    ) -> Result<u64, SpillError> {
+    ) -> Result<(), SpillError> {
         let failed = |source| not_set_aside(config, source);
         let used = used_memory(driver)?;
         let in_all = used.iter().copied().fold(0, u64::saturating_add);
@@ -220,7 +218,41 @@ impl Spill {
             let reserved = disk.reserve(&key, &upload, with_slack(*used), in_all).await;
             reserved.map_err(failed)?;
         }
-        Ok(in_all)
+        Ok(())
+    }
+
+    /// Tells the store until when it may try, by this disk's rate. A disk that would be too slow is given back.
+    pub(super) fn leave_time(
+        self,
+        session: &Session,
+        driver: &Driver,
+        on_failure: OnFailure,
+    ) -> Result<Self, NoSpill> {
+        self.store.set_deadline(session.deadline());
+        let leaving = async {
+            let in_all = used_memory(driver)?
+                .into_iter()
+                .fold(0, u64::saturating_add);
+            leave_time(
+                session,
+                &self.config,
+                self.store.inner(),
+                in_all,
+                on_failure,
+            )
+            .await
+        };
+        let left = session.wait(async {
+            let done = tokio::time::timeout(PATIENCE, leaving).await;
+            done.unwrap_or_else(|_elapsed| Err(hangs(&self.config)))
+        });
+        match left {
+            Ok(()) => Ok(self),
+            Err(error) => {
+                self.give_back(session);
+                Err(NoSpill::because(&error))
+            }
+        }
     }
 
     /// The target is locked, and its memory as large as it will be: sets aside what it took since.

@@ -107,6 +107,12 @@ Notices: by default SIGTERM, SIGUSR1 and `ckptstream notify`; preempt.sources ha
     #[command(after_help = "\
 Exit codes as those of `run`; 0 when the process ends by itself, because only its parent knows its status.")]
     Watch(WatchArgs),
+    /// Bring a notice to the `run` or `watch` of a job, and wait for the verdict: for a preStop hook, a Slurm prolog, a script
+    #[command(after_help = "\
+Exit codes: 0 when the job was saved; 5 when the save was refused because it does not fit; 7 when the job had ended; else those of `checkpoint`. 3 when nobody listens.")]
+    Notify(NotifyArgs),
+    /// Tell what the `run` or `watch` of a job is doing
+    Status(SocketArgs),
     /// List the images of a job, or the jobs of the store when no job is named
     List,
     /// Show what an image consists of
@@ -151,6 +157,8 @@ impl Command {
             Command::Restore(_) => "restore",
             Command::Run(_) => "run",
             Command::Watch(_) => "watch",
+            Command::Notify(_) => "notify",
+            Command::Status(_) => "status",
             Command::List => "list",
             Command::Inspect(_) => "inspect",
             Command::Verify(_) => "verify",
@@ -174,6 +182,8 @@ impl Command {
                 "asks to stop; once the driver was asked to restore, the restore goes on to its end"
             }
             Command::List
+            | Command::Notify(_)
+            | Command::Status(_)
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)
@@ -227,6 +237,25 @@ pub(super) struct WatchArgs {
     /// Process to watch over, in our pid namespace
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) pid: u32,
+}
+
+/// `notify`
+#[derive(Debug, ClapArgs)]
+pub(super) struct NotifyArgs {
+    /// Time from now until the node is gone, such as 90s [file: preempt.notice]
+    #[arg(long, value_name = "TIME")]
+    pub(super) left: Option<String>,
+
+    #[command(flatten)]
+    pub(super) socket: SocketArgs,
+}
+
+/// `--socket`
+#[derive(Debug, ClapArgs)]
+pub(super) struct SocketArgs {
+    /// Socket of the supervision [file: preempt.socket; default: JOB.sock in job.state_dir]
+    #[arg(long, value_name = "PATH")]
+    pub(super) socket: Option<String>,
 }
 
 /// `--no-wait`, `--take-over`
@@ -474,6 +503,8 @@ impl Args {
             Command::List
             | Command::Run(_)
             | Command::Watch(_)
+            | Command::Notify(_)
+            | Command::Status(_)
             | Command::Inspect(_)
             | Command::Verify(_)
             | Command::Cat(_)

@@ -290,6 +290,11 @@ impl Run<'_> {
                 })
                 .map(|recovered| Some(Done::Recovered(RecoveredListing(recovered))))
             }
+            Command::Notify(command) => self.notify(command, &overrides, &raw).map(Some),
+            Command::Status(command) => {
+                let path = Config::resolve_socket(command.socket.as_deref(), &overrides, &raw);
+                supervise::status(&path.map_err(config_failure)?).map(Some)
+            }
             Command::Guard(_) | Command::Run(_) | Command::Watch(_) => {
                 unreachable!("it is run before anything is read")
             }

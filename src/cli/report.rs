@@ -10,6 +10,7 @@ use serde::{Serialize, Serializer};
 
 use super::bench;
 use super::images::{ImageListing, Inspection, JobListing};
+use super::supervise::{NotifyOutcome, StatusListing};
 use super::tidy::{RecoveredListing, UpkeepListing};
 use super::units::{size, sizes, whole};
 use crate::bench::Report;
@@ -67,6 +68,8 @@ enum Body {
     Bench(Box<Report>),
     Upkeep(UpkeepListing),
     Recovered(RecoveredListing),
+    Status(StatusListing),
+    Notified(NotifyOutcome),
     Failed {},
 }
 
@@ -103,6 +106,10 @@ pub(super) enum Done {
     Upkeep(UpkeepListing),
     /// `recover`.
     Recovered(RecoveredListing),
+    /// `status`.
+    Status(StatusListing),
+    /// `notify`.
+    Notified(NotifyOutcome),
 }
 
 impl Done {
@@ -170,6 +177,14 @@ impl RunReport {
                 report.targets = listing.states();
                 report.cause = listing.left();
                 Body::Recovered(listing)
+            }
+            Done::Status(listing) => {
+                report.job = Some(listing.status.job.clone());
+                Body::Status(listing)
+            }
+            Done::Notified(outcome) => {
+                report.image = outcome.verdict.image.clone();
+                Body::Notified(outcome)
             }
         };
         report
@@ -290,6 +305,8 @@ impl RunReport {
             Body::Bench(measured) => bench::text(measured),
             Body::Upkeep(listing) => listing.text(),
             Body::Recovered(listing) => listing.text(),
+            Body::Status(listing) => listing.text(),
+            Body::Notified(outcome) => outcome.text(),
             Body::Failed {} => String::new(),
         }
     }

@@ -3,18 +3,22 @@
 //! In: the command line, the configuration. Out: an exit status; stdout and stdin are the job's, and what we have to say goes to stderr. What can fail: see [`crate::supervise`].
 
 use std::any::Any;
+use std::path::Path;
 use std::process::ExitCode as Exit;
+use std::time::Duration;
 
-use super::args::{Command, RunArgs};
+use serde::Serialize;
+
+use super::args::{Command, NotifyArgs, RunArgs};
 use super::progress::{Mode, Progress};
-use super::report::RunReport;
+use super::report::{Done, RunReport};
 use super::{Ground, OURSELVES, Run, config_failure, init};
-use crate::config::{Config, Environment, RawConfig};
+use crate::config::{Config, ConfigError, Environment, Overrides, RawConfig};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::preempt::{self, Board};
 use crate::progress::Meter;
 use crate::session::Session;
-use crate::supervise::{End, Supervisor};
+use crate::supervise::{Answer, End, Question, Report, Supervisor, Verdict, ask};
 
 /// Our own verdicts begin here.
 const VERDICTS_FROM: u8 = 200;
@@ -99,15 +103,11 @@ impl Run<'_> {
                     self.console.clone(),
                 ))
             };
-            let supervisor = Supervisor {
-                session: Session {
-                    guard: Some(OURSELVES.into()),
-                    ..session
-                },
-                board,
-                for_the_job,
-                show: &show,
+            let session = Session {
+                guard: Some(OURSELVES.into()),
+                ..session
             };
+            let supervisor = Supervisor::new(session, board, for_the_job, &show)?;
             match &self.args.command {
                 Command::Watch(watch) => supervisor.watch(watch.pid),
                 Command::Run(RunArgs { command }) => match command.split_first() {
@@ -118,5 +118,129 @@ impl Run<'_> {
             }
         })?;
         Ok((end, requeue))
+    }
+}
+
+/// What `status` tells.
+#[derive(Debug, Serialize)]
+pub(super) struct StatusListing {
+    pub(super) status: Box<Report>,
+}
+
+/// What `notify` has heard: no more than every report says.
+#[derive(Debug, Serialize)]
+pub(super) struct NotifyOutcome {
+    #[serde(skip)]
+    pub(super) verdict: Verdict,
+}
+
+impl Run<'_> {
+    /// Brings a notice, and waits for the verdict.
+    pub(super) fn notify(
+        &self,
+        args: &NotifyArgs,
+        overrides: &Overrides,
+        raw: &RawConfig,
+    ) -> Result<Done, Failure> {
+        let path = Config::resolve_socket(args.socket.socket.as_deref(), overrides, raw);
+        let path = path.map_err(config_failure)?;
+        let left = args.left.as_deref().map(|text| {
+            humantime::parse_duration(text).map_err(|_bad| {
+                config_failure(ConfigError::Invalid {
+                    name: "--left".to_owned(),
+                    value: text.to_owned(),
+                    expected: "expected a time such as \"90s\"".to_owned(),
+                })
+            })
+        });
+        let left_seconds = left.transpose()?.map(|left: Duration| left.as_secs_f64());
+        match asked(&path, &Question::Notify { left_seconds })? {
+            Answer::Verdict(verdict) if verdict.exit_code == 0 => {
+                Ok(Done::Notified(NotifyOutcome { verdict }))
+            }
+            Answer::Verdict(verdict) => {
+                let code = ExitCode::from_code(verdict.exit_code).unwrap_or(ExitCode::Lost);
+                let phase = verdict.phase.unwrap_or(Phase::Prepare);
+                Err(Failure::new(code, phase, verdict.cause.join(": ")))
+            }
+            other => Err(not_understood(&other)),
+        }
+    }
+}
+
+/// Asks what a supervision is doing.
+pub(super) fn status(path: &Path) -> Result<Done, Failure> {
+    match asked(path, &Question::Status)? {
+        Answer::Status(report) => Ok(Done::Status(StatusListing { status: report })),
+        other => Err(not_understood(&other)),
+    }
+}
+
+fn asked(path: &Path, question: &Question) -> Result<Answer, Failure> {
+    ask(path, question).map_err(|error| {
+        let why = format!(
+            "no `ckptstream run` or `watch` answers at {} (--socket, preempt.socket): {error}",
+            path.display()
+        );
+        Failure::new(ExitCode::Preflight, Phase::Config, why)
+    })
+}
+
+fn not_understood(answer: &Answer) -> Failure {
+    let why = match answer {
+        Answer::Error(why) => why.clone(),
+        other => format!("an answer to another question came: {other:?}"),
+    };
+    Failure::new(ExitCode::Preflight, Phase::Config, why)
+}
+
+impl StatusListing {
+    pub(super) fn text(&self) -> String {
+        let report = &self.status;
+        let pid = |pid: Option<u32>| pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
+        let mut rows = vec![
+            ("job", report.job.clone()),
+            (
+                "process",
+                format!("{}, watched by {}", pid(report.job_pid), report.pid),
+            ),
+            ("doing", format!("{:?}", report.doing).to_lowercase()),
+            (
+                "armed",
+                match (&report.not_armed, report.armed) {
+                    (_, true) => format!("yes, {} MiB of host memory", report.armed_bytes >> 20),
+                    (Some(why), false) => format!("no: {why}"),
+                    (None, false) => "no".to_owned(),
+                },
+            ),
+            (
+                "saves",
+                format!(
+                    "{} committed, {} failed, {} notices",
+                    report.saves_committed, report.saves_failed, report.notices_heard
+                ),
+            ),
+        ];
+        rows.extend(report.image.clone().map(|image| ("image", image)));
+        rows.extend(report.last_failure.clone().map(|why| ("failure", why)));
+        rows.extend(report.notices.iter().map(|notice| {
+            let text = format!(
+                "{}: {}, {:.0} s left",
+                notice.source, notice.text, notice.left_seconds
+            );
+            ("notice", text)
+        }));
+        let blind = report.blind.iter();
+        rows.extend(blind.map(|blind| ("blind", format!("{}: {}", blind.source, blind.why))));
+        rows.iter()
+            .map(|(name, text)| format!("{name:<9} {text}\n"))
+            .collect()
+    }
+}
+
+impl NotifyOutcome {
+    pub(super) fn text(&self) -> String {
+        let image = self.verdict.image.as_deref().unwrap_or("-");
+        format!("image     {image} is committed\n")
     }
 }

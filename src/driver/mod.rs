@@ -21,7 +21,7 @@ mod sys;
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
@@ -311,6 +311,18 @@ impl Driver {
     /// # Errors
     /// Any [`DriverError`] of loading or of the calls; the message says which.
     pub fn open() -> Result<Arc<Self>, DriverError> {
+        // cuInit takes seconds on some machines, and contexts are this process's: whoever holds the driver shares it.
+        static OPEN: Mutex<Weak<Driver>> = Mutex::new(Weak::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(driver) = open.upgrade() {
+            return Ok(driver);
+        }
+        let driver = Self::open_anew()?;
+        *open = Arc::downgrade(&driver);
+        Ok(driver)
+    }
+
+    fn open_anew() -> Result<Arc<Self>, DriverError> {
         let api = sys::Api::load()?;
         // SAFETY: cuInit takes no pointer.
         check(&api, "cuInit", unsafe { (api.init)(0) })?;
@@ -440,26 +452,22 @@ impl Driver {
     /// # Errors
     /// The first call that failed; contexts that were retained stay.
     pub fn retain_contexts(&self) -> Result<(), DriverError> {
-        let results: Vec<Result<PrimaryContext, DriverError>> = std::thread::scope(|scope| {
-            let waiting: Vec<_> = self
-                .devices
-                .iter()
-                .map(|device| scope.spawn(|| self.retain(device)))
-                .collect();
-            waiting
-                .into_iter()
-                .map(|thread| {
-                    thread
-                        .join()
-                        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-                })
-                .collect()
-        });
         let mut contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
-        for (slot, result) in contexts.iter_mut().zip(results) {
-            *slot = Some(result?);
-        }
-        Ok(())
+        std::thread::scope(|scope| {
+            let slots = contexts.iter_mut().zip(&self.devices);
+            // Each is retained once, and released when the driver is let go.
+            let missing = slots.filter(|(slot, _)| slot.is_none());
+            let waiting: Vec<_> = missing
+                .map(|(slot, device)| (slot, scope.spawn(|| self.retain(device))))
+                .collect();
+            for (slot, thread) in waiting {
+                let retained = thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                *slot = Some(retained?);
+            }
+            Ok(())
+        })
     }
 
     /// Free memory of a GPU in bytes, as the driver counts it now. Needs its context.

@@ -1,11 +1,11 @@
 //! A job under `run`: saved and ended when the node goes away, restored on the next one, and never started twice over its own image.
 
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::support::process::Process;
+use super::support::process::{PATIENCE, Process};
 use super::support::s3_server::testkit;
 use super::support::scene::{Saver, Scene, TARGET};
 use super::support::{Target, step_of};
@@ -44,11 +44,22 @@ impl Supervised {
     /// The next line of the job; `None` at the end.
     fn next_line(&mut self) -> Option<String> {
         let line = self.process.next_line()?;
+        self.note(&line);
+        Some(line)
+    }
+
+    fn note(&mut self, line: &str) {
         if let Some((_, pid)) = line.split_once(" pid ") {
             self.job_pid = pid.trim().parse().ok();
         }
-        self.said.push(line.clone());
-        Some(line)
+        self.said.push(line.to_owned());
+    }
+
+    fn end_the_job(&self) {
+        if let Some(pid) = self.job_pid {
+            let kill = format!("kill -9 {pid} 2>/dev/null");
+            let _ = Command::new("sh").args(["-c", &kill]).status();
+        }
     }
 
     fn wait_for(&mut self, start: &str) -> String {
@@ -65,6 +76,16 @@ impl Supervised {
     }
 
     fn ends(mut self) -> Ended {
+        let started = Instant::now();
+        while !self.process.has_ended() {
+            assert!(started.elapsed() < PATIENCE, "{:?}", self.said);
+            std::thread::sleep(Duration::from_millis(2));
+            while let Some(line) = self.process.ready_line() {
+                self.note(&line);
+            }
+        }
+        // Where it was not ended, the job has our pipes.
+        self.end_the_job();
         while self.next_line().is_some() {}
         let (status, stderr) = self.process.wait();
         Ended {
@@ -82,11 +103,7 @@ impl Drop for Supervised {
         }
         // It outlives whoever watches over it.
         self.process.kill();
-        if let Some(pid) = self.job_pid {
-            let _ = Command::new("sh")
-                .args(["-c", &format!("kill -9 {pid}")])
-                .status();
-        }
+        self.end_the_job();
     }
 }
 
@@ -267,4 +284,158 @@ fn a_second_signal_changes_nothing_and_a_job_that_ends_is_no_failure() {
     let ended = run.ends();
     assert_eq!(ended.code, REQUEUE, "{ended:?}");
     assert_eq!(scene.images("job"), [1], "one save");
+}
+
+#[test]
+fn twenty_preemptions_at_random_moments_change_no_digest() {
+    let scene = Scene::new(&[]);
+    let args = format!("{TARGET} --steps 1500");
+    let job = Job::new(&scene, &args);
+    let seed = fastrand::u64(..);
+    let mut random = fastrand::Rng::with_seed(seed);
+    let (mut seen, mut codes) = (Vec::new(), Vec::new());
+    while codes.iter().filter(|code| **code == REQUEUE).count() < 20 {
+        let mut run = job.start();
+        // Before it is ready, while it is restored, between two steps, within one.
+        match random.u32(0..4) {
+            0 => std::thread::sleep(Duration::from_millis(random.u64(0..60))),
+            steps => {
+                for _ in 0..=steps {
+                    run.wait_for("step ");
+                }
+                std::thread::sleep(Duration::from_micros(random.u64(0..5000)));
+            }
+        }
+        run.process.signal(["TERM", "USR1"][random.usize(0..2)]);
+        let ended = run.ends();
+        // Without its handlers ckptstream dies of the signal, and a job that has not come to its GPU is given it: both are started again.
+        assert!(
+            [REQUEUE, 143, 138, -1].contains(&ended.code),
+            "seed {seed}: {codes:?} {ended:?}"
+        );
+        codes.push(ended.code);
+        seen.extend(digests(&ended.said));
+        assert!(codes.len() < 60, "seed {seed}: {codes:?}");
+    }
+    let last = job.start().ends();
+    assert_eq!(last.code, 0, "seed {seed}: {last:?}");
+    seen.extend(digests(&last.said));
+    let mut alone = Target::start(&scene.node, &args);
+    while alone.next_line().is_some() {}
+    let undisturbed = alone.digest_lines();
+    // A step may be told twice, in two lives, and with one digest.
+    seen.dedup();
+    assert_eq!(seen, undisturbed, "seed {seed}");
+}
+
+#[test]
+fn a_notice_from_the_socket_is_answered_with_the_verdict() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let asks = || {
+        let config = format!("\n[job]\nstate_dir = \"{}\"\n", scene.state_dir().display());
+        scene.saver_with("job", "", &config)
+    };
+    let nobody = asks().cli.run("status");
+    assert_eq!(nobody.code, 3, "{nobody:?}");
+    let mut run = job.start();
+    run.wait_for("step 2 ");
+    // It gets ready by itself.
+    let armed = loop {
+        let status = asks().cli.ok("status")["status"].clone();
+        if status["armed"] == true {
+            break status;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(armed["doing"], "watching", "{armed}");
+    assert_eq!(armed["job_pid"], json!(run.job_pid), "{armed}");
+    assert!(armed["armed_bytes"].as_u64() > Some(1 << 20), "{armed}");
+    run.wait_for("step ");
+    let told = asks().cli.ok("notify --left 30s");
+    assert_eq!(told["image"], "00000003", "{told}");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert_eq!(scene.images("job"), [1]);
+    let nobody = asks().cli.run("notify");
+    assert_eq!(nobody.code, 3, "the socket is gone: {nobody:?}");
+}
+
+#[test]
+fn two_cannot_supervise_one_job_on_a_node() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let mut first = job.start();
+    first.wait_for("step 1 ");
+    let second = job.start().ends();
+    assert_eq!(second.code, 204, "{second:?}");
+    first.wait_for("step ");
+}
+
+#[test]
+fn who_starts_the_job_elsewhere_fences_the_one_that_runs() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET).with("[preempt]\nsources = [\"signals\"]\n");
+    let mut first = job.start();
+    first.wait_for("step 1 ");
+    let mut second = job.start();
+    second.wait_for("step 1 ");
+    // The first one is told that its node goes away, too late: the job is the second one's.
+    first.process.signal("TERM");
+    let first = first.ends();
+    assert_eq!(first.code, 204, "{first:?}");
+    assert_eq!(scene.images("job"), [0_u64; 0]);
+    second.process.signal("TERM");
+    let second = second.ends();
+    assert_eq!(second.code, REQUEUE, "{second:?}");
+    assert_eq!(scene.images("job"), [1]);
+}
+
+#[test]
+fn a_job_is_saved_in_passing_and_a_newer_notice_shortens_the_time() {
+    let scene = Scene::new(&[]);
+    let notice = scene.state_dir().with_extension("notice");
+    let config = format!(
+        "interval = \"1s\"\n[preempt]\nsources = [\"file\", \"signals\"]\nfile = \"{}\"\npoll = \"100ms\"\n",
+        notice.display()
+    );
+    let job = Job::new(&scene, TARGET).with(&config);
+    let mut run = job.start();
+    while scene.images("job").len() < 2 {
+        run.wait_for("step ");
+    }
+    std::fs::write(&notice, "60s").expect("a notice");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    std::fs::remove_file(&notice).expect("the notice");
+    assert!(ended.stderr.contains("notice from file"), "{ended:?}");
+    let images = scene.images("job").len();
+    assert!(images >= 3, "{images}");
+    // What was computed on after a save in passing was computed rightly.
+    scene.must_be_the_steps_of_the_job(&{
+        let mut seen = digests(&ended.said);
+        seen.dedup();
+        seen
+    });
+}
+
+#[test]
+fn a_process_that_runs_already_is_watched() {
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    target.wait_for("step 1 ");
+    let job = Job::new(&scene, TARGET);
+    let (saver, _) = job.command("");
+    let command = saver.cli.command(&format!("watch --pid {}", target.pid()));
+    let run = Supervised::start((saver, command));
+    target.wait_for_steps(5);
+    run.process.signal("USR1");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert_eq!(scene.images("job"), [1]);
+    while target.next_line().is_some() {}
+    assert!(target.has_ended());
+    let (saver, _) = job.command("");
+    let command = saver.cli.command(&format!("watch --pid {}", target.pid()));
+    assert_eq!(Supervised::start((saver, command)).ends().code, 207);
 }

@@ -1,0 +1,235 @@
+//! What is prepared while the job runs, so that from a notice to the lock there is next to nothing left to do.
+//!
+//! In: the job's processes, the driver. Out: an [`Armed`] save, made anew now and then. What can fail: nothing for good; what cannot be prepared now is tried again, and `status` says why it is not.
+//!
+//! It costs the job some GPU memory for our contexts (`preempt.contexts`), and the node the pinned buffers. Nothing is asked of the GPUs meanwhile.
+
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::process::JobProcess;
+use crate::checkpoint::{self, Armed};
+use crate::config::Contexts;
+use crate::driver::{Driver, ProcessState};
+use crate::error::{ExitCode, Failure, Phase, one_line};
+use crate::session::Session;
+use crate::target::descendants;
+
+/// Uploads that nobody uses are not kept for longer: stores and `gc` give up what is older than a day.
+const ANEW_AFTER: Duration = Duration::from_secs(3600);
+/// Pause between two looks for the job's GPU process, and at what is under way.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// The same once it is prepared.
+const LOOK_SELDOM: Duration = Duration::from_secs(60);
+/// Pause after something could not be prepared.
+const PAUSE: Duration = Duration::from_secs(10);
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Arming {
+    session: Session,
+    driver: WarmDriver,
+    state: State,
+    not_before: Instant,
+    why_not: Option<String>,
+}
+
+#[derive(Debug)]
+enum State {
+    Down,
+    Coming(JoinHandle<Result<Armed, Failure>>),
+    Up(Box<Armed>),
+}
+
+/// The driver, which takes seconds to come up on some machines.
+#[derive(Debug, Clone, Default)]
+pub(super) struct WarmDriver(Arc<OnceLock<Arc<Driver>>>);
+
+impl WarmDriver {
+    /// Brings it up in the background. What fails is told by whoever needs it.
+    pub(super) fn warm_up() -> Self {
+        let warm = Self::default();
+        let cell = Arc::clone(&warm.0);
+        let opening = std::thread::Builder::new().name("driver".to_owned());
+        let opening = opening.spawn(move || match Driver::open() {
+            // Nobody else sets it.
+            Ok(driver) => drop(cell.set(driver)),
+            Err(error) => tracing::warn!("no driver yet: {}", one_line(&error)),
+        });
+        if let Err(error) = opening {
+            tracing::warn!("the driver is not brought up beforehand: {error}");
+        }
+        warm
+    }
+
+    /// It, once it is there.
+    fn get(&self) -> Option<&Arc<Driver>> {
+        self.0.get()
+    }
+
+    /// It, waited for.
+    pub(super) fn open(&self) -> Result<Arc<Driver>, Failure> {
+        if let Some(driver) = self.get() {
+            return Ok(Arc::clone(driver));
+        }
+        let opened = Driver::open()
+            .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
+        Ok(Arc::clone(self.0.get_or_init(|| opened)))
+    }
+}
+
+impl Arming {
+    pub(super) fn new(session: &Session, driver: WarmDriver) -> Self {
+        Self {
+            session: session.clone(),
+            driver,
+            state: State::Down,
+            not_before: Instant::now(),
+            why_not: None,
+        }
+    }
+
+    /// Looks after it: prepares what is not, and what is old anew. Whether anything changed.
+    pub(super) fn tend(&mut self, job: &JobProcess) -> bool {
+        match std::mem::replace(&mut self.state, State::Down) {
+            State::Down => {
+                let is_wanted = self.session.config.preempt.contexts == Contexts::Eager
+                    && Instant::now() >= self.not_before;
+                is_wanted && self.begin(job)
+            }
+            State::Coming(thread) if !thread.is_finished() => {
+                self.state = State::Coming(thread);
+                false
+            }
+            State::Coming(thread) => {
+                match join(thread) {
+                    Ok(armed) => {
+                        self.why_not = None;
+                        self.state = State::Up(Box::new(armed));
+                    }
+                    Err(failure) => self.failed(&failure),
+                }
+                true
+            }
+            State::Up(armed) if armed.age() >= ANEW_AFTER => {
+                armed.stand_down();
+                self.begin(job)
+            }
+            State::Up(armed) => {
+                self.state = State::Up(armed);
+                false
+            }
+        }
+    }
+
+    fn begin(&mut self, job: &JobProcess) -> bool {
+        let why_not = match self.driver.get() {
+            None => "the driver is coming up".to_owned(),
+            Some(driver) => match gpu_process(driver, job) {
+                Ok(Some(pid)) => return self.begin_with(pid),
+                Ok(None) => "the job uses no GPU yet".to_owned(),
+                Err(failure) => one_line(failure.cause.as_ref()),
+            },
+        };
+        let is_new = self.why_not.as_ref() != Some(&why_not);
+        self.why_not = Some(why_not);
+        is_new
+    }
+
+    fn begin_with(&mut self, pid: u32) -> bool {
+        let session = self.session.clone();
+        let preparing = std::thread::Builder::new().name("arming".to_owned());
+        match preparing.spawn(move || checkpoint::arm(&session, pid)) {
+            Ok(thread) => self.state = State::Coming(thread),
+            Err(error) => self.why_not = Some(error.to_string()),
+        }
+        true
+    }
+
+    fn failed(&mut self, failure: &Failure) {
+        let why = one_line(failure.cause.as_ref());
+        if self.why_not.as_ref() != Some(&why) {
+            tracing::warn!(
+                "a save is not prepared (exit {}): {why}",
+                failure.code.code()
+            );
+        }
+        self.why_not = Some(why);
+        self.not_before = Instant::now() + PAUSE;
+    }
+
+    /// When to look after it next.
+    pub(super) fn next_look(&self) -> Instant {
+        let soon = Instant::now() + LOOK_EVERY;
+        match &self.state {
+            State::Up(_) => Instant::now() + LOOK_SELDOM,
+            State::Coming(_) => soon,
+            State::Down if self.session.config.preempt.contexts == Contexts::AtNotice => {
+                Instant::now() + LOOK_SELDOM
+            }
+            State::Down => soon.max(self.not_before),
+        }
+    }
+
+    /// Bytes of host memory that are held; `None` where nothing is prepared.
+    pub(super) fn memory_planned(&self) -> Option<u64> {
+        match &self.state {
+            State::Up(armed) => Some(armed.memory_planned()),
+            _ => None,
+        }
+    }
+
+    /// Why nothing is prepared.
+    pub(super) fn why_not(&self) -> Option<&str> {
+        self.why_not.as_deref()
+    }
+
+    /// Takes what is prepared; what is coming is waited for. `None`: nothing is.
+    pub(super) fn take(&mut self) -> Option<Armed> {
+        match std::mem::replace(&mut self.state, State::Down) {
+            State::Down => None,
+            State::Up(armed) => Some(*armed),
+            State::Coming(thread) => match join(thread) {
+                Ok(armed) => Some(armed),
+                Err(failure) => {
+                    self.failed(&failure);
+                    None
+                }
+            },
+        }
+    }
+
+    /// Gives everything back.
+    pub(super) fn stand_down(&mut self) {
+        if let Some(armed) = self.take() {
+            armed.stand_down();
+        }
+    }
+}
+
+fn join(thread: JoinHandle<Result<Armed, Failure>>) -> Result<Armed, Failure> {
+    thread
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// The one process of the job that has CUDA state: the job's first process, or one that came from it.
+///
+/// # Errors
+/// There is more than one.
+pub(super) fn gpu_process(driver: &Driver, job: &JobProcess) -> Result<Option<u32>, Failure> {
+    let usable =
+        |pid: &u32| matches!(driver.state(*pid), Ok(state) if state != ProcessState::Failed);
+    let found: Vec<u32> = descendants(job.pid).into_iter().filter(usable).collect();
+    match found.as_slice() {
+        [] => Ok(None),
+        [pid] => Ok(Some(*pid)),
+        several => {
+            let why = format!(
+                "the processes {several:?} of the job use GPUs, and only one can be saved by this version"
+            );
+            Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
+        }
+    }
+}
