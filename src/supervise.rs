@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | settle, wait for another writer, open | not started | 200 + 2, 3, 4 or 10 |
 //! | choose: it is not proved that there is no image, or it cannot be restored | not started | 200 + 20 |
-//! | restore | its new process is ended; the image stays, and is `bad` after three times | 200 + 21 |
+//! | restore | its new process is ended; the image stays, and is `bad` after three runs | 200 + 21 |
 //! | watch | runs; it goes on without us if we are killed | its own |
 //! | a notice, and the save does not fit, or is refused | runs, and has the signal | its own |
 //! | a save that failed before BEGIN, or was given back | runs; tried again while there is time | its own |
@@ -29,7 +29,7 @@ use rustix::process::Signal;
 use tokio::sync::{Mutex, mpsc};
 
 use crate::checkpoint::{self, Armed, Then};
-use crate::config::{DeadlinePolicy, Source};
+use crate::config::{DeadlinePolicy, JobName, Source};
 use crate::driver::ProcessState;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, ImageError, ImageRef, image_id};
@@ -40,7 +40,8 @@ use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Wanted};
 use crate::resume;
 use crate::session::Session;
-use crate::writer::random_hex;
+use crate::store::{Key, PutOutcome, Store};
+use crate::writer::{ProcessIdentity, now_ms, random_hex};
 
 pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
 pub use process::{JobProcess, Status};
@@ -48,8 +49,11 @@ pub use process::{JobProcess, Status};
 use arming::{Arming, WarmDriver, gpu_process};
 use desk::Desk;
 
-/// Restores of one image that may fail.
-const RESTORES: u32 = 3;
+/// Tries to restore one image in one run. What fails twice on a node may do well on another.
+const TRIES: u32 = 2;
+
+/// Runs that fail to restore an image before it is called `bad`, and an older one is taken.
+const FAILED_RUNS: u32 = 3;
 
 /// A job that ends badly so soon after a restore counts as one that was not restored.
 const SETTLES_WITHIN: Duration = Duration::from_millis(100);
@@ -284,10 +288,7 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Something to do with the job's log.
-    fn with_ours<T>(
-        &self,
-        deed: impl AsyncFn(&mut Ownership, &dyn crate::store::Store) -> T,
-    ) -> Option<T> {
+    fn with_ours<T>(&self, deed: impl AsyncFn(&mut Ownership, &dyn Store) -> T) -> Option<T> {
         let ours = self.session.ours.as_ref()?;
         let store = &*self.session.store_for_clean_up;
         Some(self.session.wait(async {
@@ -298,7 +299,7 @@ impl<'a> Supervisor<'a> {
 
     /// The job's process: restored where there is an image, started where it is proved that there is none.
     fn begin(&self, program: &OsString, args: &[OsString]) -> Result<JobProcess, Failure> {
-        let mut tries_left = RESTORES;
+        let mut tries_left = TRIES;
         loop {
             let Some(image) = self.newest()? else {
                 tracing::warn!("starting the job: it has no image");
@@ -321,33 +322,48 @@ impl<'a> Supervisor<'a> {
                 image_id(image.generation)
             );
             if tries_left == 0 {
-                self.call_bad(&image, failure)?;
-                tries_left = RESTORES;
+                self.count_failed_run(&image, failure, &why)?;
+                tries_left = TRIES;
             }
         }
     }
 
-    /// Nobody restores it any more; the one before it is the newest now.
-    fn call_bad(&self, image: &Image, failure: Failure) -> Result<(), Failure> {
+    /// The third run that fails says in the log that the image is bad, and takes the one before it. Every other one ends with the failure.
+    fn count_failed_run(
+        &self,
+        image: &Image,
+        mut failure: Failure,
+        why: &str,
+    ) -> Result<(), Failure> {
         let generation = image.generation;
-        let told = self.with_ours(async |ours, store| {
+        let counted = self.with_ours(async |ours, store| {
+            let job = &self.session.config.job;
+            let number = failed_run(store, job, &image.attempt, why).await?;
+            if number < FAILED_RUNS {
+                return Ok(number);
+            }
             ours.must_be_ours(store).await?;
-            ours.call_bad(store, generation).await
+            ours.call_bad(store, generation).await?;
+            Ok::<_, Box<dyn Error + Send + Sync>>(number)
         });
-        match told {
-            Some(Err(error)) => {
-                let mut failure = failure;
-                failure.attached.push(one_line(&error));
-                Err(failure)
-            }
-            _ => {
-                let id = image_id(generation);
+        let id = image_id(generation);
+        match counted {
+            Some(Ok(FAILED_RUNS)) => {
                 tracing::error!(
-                    "image {id} failed to restore {RESTORES} times, and is not tried any more"
+                    "image {id} failed to restore in {FAILED_RUNS} runs, and is not tried any more"
                 );
-                Ok(())
+                return Ok(());
             }
+            Some(Ok(number)) => failure.notes.push(format!(
+                "image {id} failed to restore in {number} of {FAILED_RUNS} runs; start the job again, on another node if need be"
+            )),
+            Some(Err(error)) => failure.attached.push(format!(
+                "that image {id} failed to restore was not written down: {}",
+                one_line(error.as_ref())
+            )),
+            None => {}
         }
+        Err(failure)
     }
 
     /// The image that the job goes on from, or the proof that there is none.
@@ -405,6 +421,7 @@ impl<'a> Supervisor<'a> {
         let wanted = Wanted {
             image: ImageRef::Latest,
             into_fresh: true,
+            started_here: true,
             read_only: false,
             while_saved: WhileSaved::Wait,
         };
@@ -780,6 +797,29 @@ impl Watch {
             self.rate = Some(raw / seconds);
         }
     }
+}
+
+/// Notes beside an image that a run failed to restore it. Which run it is, from 1 to [`FAILED_RUNS`].
+async fn failed_run(
+    store: &dyn Store,
+    job: &JobName,
+    attempt: &str,
+    why: &str,
+) -> Result<u32, Box<dyn Error + Send + Sync>> {
+    for number in 1..FAILED_RUNS {
+        let relative = format!("data/{attempt}/restore-failed-{number}.json");
+        let key = Key::of_job(job, &relative)?;
+        let note = serde_json::json!({
+            "why": why,
+            "by": ProcessIdentity::ours()?,
+            "created_ms": now_ms(),
+        });
+        let put = store.put_if_absent(&key, note.to_string().into());
+        if put.await? == PutOutcome::Created {
+            return Ok(number);
+        }
+    }
+    Ok(FAILED_RUNS)
 }
 
 fn verdict_of(failure: &Failure) -> Verdict {

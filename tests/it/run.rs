@@ -439,3 +439,33 @@ fn a_process_that_runs_already_is_watched() {
     let command = saver.cli.command(&format!("watch --pid {}", target.pid()));
     assert_eq!(Supervised::start((saver, command)).ends().code, 207);
 }
+
+#[test]
+fn an_image_that_no_run_can_restore_is_bad_and_the_one_before_it_is_taken() {
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    scene.save("job");
+    let job = Job::new(&scene, TARGET);
+    // Of the very process that restores; the job's own never calls it.
+    let failing = "fault=cuCheckpointProcessRestore#*=code:999";
+    for number in 1..=2 {
+        let ended = Supervised::start(job.command(failing)).ends();
+        assert_eq!(ended.code, 221, "{ended:?}");
+        let said = format!("failed to restore in {number} of 3 runs");
+        assert!(ended.stderr.contains(&said), "{ended:?}");
+        assert_eq!(scene.images("job").len(), 2);
+    }
+    // The third run calls it bad, and fails on the older one, too.
+    let ended = Supervised::start(job.command(failing)).ends();
+    assert_eq!(ended.code, 221, "{ended:?}");
+    assert!(ended.stderr.contains("is not tried any more"), "{ended:?}");
+    let mut run = job.start();
+    run.wait_for("resumed ");
+    run.process.signal("TERM");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert!(
+        ended.stderr.contains("image 00000003 is restored"),
+        "{ended:?}"
+    );
+}
