@@ -17,7 +17,10 @@
 
 mod arming;
 mod desk;
+mod metrics;
 mod process;
+mod service;
+mod tally;
 
 use std::any::Any;
 use std::error::Error;
@@ -40,11 +43,13 @@ use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Wanted};
 use crate::resume;
 use crate::session::Session;
-use crate::store::{Key, PutOutcome, Store};
+use crate::store::{Key, PutOutcome, Store, StoreError};
+use crate::upkeep;
 use crate::writer::{ProcessIdentity, now_ms, random_hex};
 
 pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
 pub use process::{JobProcess, Status};
+pub use tally::Ever;
 
 use arming::{Arming, WarmDriver, gpu_process};
 use desk::Desk;
@@ -60,6 +65,9 @@ const SETTLES_WITHIN: Duration = Duration::from_millis(100);
 
 /// How long a process may take to die.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// What becomes of a notice is written down within this time, or not at all.
+const COUNTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Pause before a save that failed is tried again.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
@@ -88,6 +96,8 @@ pub struct Supervisor<'a> {
     show: &'a dyn Fn(&Session) -> Box<dyn Any>,
     desk: Desk,
     driver: WarmDriver,
+    /// The notice that is being dealt with, as the store knows it.
+    noted: Option<tokio::task::JoinHandle<Option<String>>>,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -134,6 +144,9 @@ struct Watch {
     /// Not before this moment.
     not_before: Option<Instant>,
     next_interval: Option<Instant>,
+    /// Seconds for which the last save in passing kept the job.
+    locked_before: Option<f64>,
+    pruning: Option<std::thread::JoinHandle<()>>,
 }
 
 impl<'a> Supervisor<'a> {
@@ -160,14 +173,27 @@ impl<'a> Supervisor<'a> {
                 Failure::new(code, Phase::Prepare, why)
             })?;
         }
-        Ok(Self {
+        let told = &session.config.metrics;
+        if let Some(address) = told.listen
+            && let Err(error) = metrics::serve(&session.runtime, address, &desk)
+        {
+            tracing::error!("metrics.listen = {address}: {error}");
+        }
+        if let Some(path) = &told.textfile {
+            metrics::write_now_and_then(&session.runtime, path, &desk);
+        }
+        service::begin(&session.runtime);
+        let supervisor = Self {
             session,
             board,
             for_the_job,
             show,
             desk,
             driver: WarmDriver::warm_up(),
-        })
+            noted: None,
+        };
+        supervisor.count_what_was_before();
+        Ok(supervisor)
     }
 
     /// Starts the job, or restores it, and stays with it until it ends.
@@ -209,10 +235,63 @@ impl<'a> Supervisor<'a> {
         self.watch_over(&job)
     }
 
+    /// In the background: the store has the counts of earlier lives.
+    fn count_what_was_before(&self) {
+        let store = Arc::clone(&self.session.store_for_clean_up);
+        let (job, reporter) = (self.session.config.job.clone(), self.desk.reporter());
+        self.session.runtime.spawn(async move {
+            match tally::ever(&*store, &job).await {
+                Ok(ever) => reporter.send_modify(|report| report.ever = ever),
+                Err(error) => {
+                    tracing::debug!("earlier notices are not known: {}", one_line(&error))
+                }
+            }
+        });
+    }
+
+    /// Writes down that there is a notice, beside its save.
+    fn note(&mut self, notice: &Notice) {
+        if self.noted.is_some() {
+            return;
+        }
+        let store = Arc::clone(&self.session.store_for_clean_up);
+        let (job, notice) = (self.session.config.job.clone(), notice.clone());
+        self.noted = Some(self.session.runtime.spawn(async move {
+            let heard = tally::heard(&*store, &job, &notice).await;
+            heard
+                .inspect_err(|error| {
+                    tracing::warn!("the notice is not counted: {}", one_line(error))
+                })
+                .ok()
+        }));
+    }
+
+    /// Writes down what became of it, and tells whoever brought it.
+    fn tell_verdict(&mut self, verdict: Verdict) {
+        if let Some(noted) = self.noted.take() {
+            let store = Arc::clone(&self.session.store_for_clean_up);
+            let job = &self.session.config.job;
+            let telling = async {
+                if let Ok(Some(nonce)) = noted.await {
+                    tally::over(&*store, job, &nonce, &verdict).await?;
+                }
+                Ok::<_, StoreError>(())
+            };
+            let told = self
+                .session
+                .wait(async { tokio::time::timeout(COUNTED_WITHIN, telling).await });
+            if !matches!(told, Ok(Ok(()))) {
+                tracing::warn!("what became of the notice is not counted");
+            }
+        }
+        self.desk.conclude(verdict);
+    }
+
     /// Whoever has brought a notice hears what became of it.
-    fn conclude(&self, ended: Result<End, Failure>) -> Result<End, Failure> {
+    fn conclude(&mut self, ended: Result<End, Failure>) -> Result<End, Failure> {
         self.desk.report(|report| report.doing = Doing::Ended);
-        self.desk.conclude(match &ended {
+        service::end();
+        self.tell_verdict(match &ended {
             Ok(End::Saved(outcome)) => Verdict {
                 image: Some(outcome.image.clone()),
                 ..Verdict::default()
@@ -224,6 +303,11 @@ impl<'a> Supervisor<'a> {
             },
             Err(failure) => verdict_of(failure),
         });
+        if let Some(path) = &self.session.config.metrics.textfile
+            && let Err(error) = metrics::write(path, &self.desk.teller()())
+        {
+            tracing::warn!("metrics.textfile: {error}");
+        }
         self.session.wait(self.desk.close());
         ended
     }
@@ -485,8 +569,11 @@ impl<'a> Supervisor<'a> {
             refused: 0,
             not_before: None,
             next_interval: next_interval(),
+            locked_before: None,
+            pruning: None,
         };
         self.desk.report(|report| report.job_pid = Some(job.pid));
+        service::ready();
         loop {
             self.desk.report(|report| report.doing = Doing::Watching);
             match self.next_event(job, &watch) {
@@ -502,6 +589,7 @@ impl<'a> Supervisor<'a> {
                 }
                 Event::Notice(notice) => {
                     let raised = self.board.standing().raised();
+                    self.note(&notice);
                     let saved = self.save_for(&notice, job, &mut watch);
                     self.count(&saved);
                     match saved {
@@ -523,7 +611,7 @@ impl<'a> Supervisor<'a> {
                                 &failure,
                             );
                             watch.refused = raised;
-                            self.desk.conclude(verdict_of(&failure));
+                            self.tell_verdict(verdict_of(&failure));
                             job.signal(Signal::TERM);
                         }
                         Saved::Stuck(failure) => return Err(failure),
@@ -613,11 +701,19 @@ impl<'a> Supervisor<'a> {
             }
         });
         let shown = (self.show)(&session);
+        let waited = notice.heard_at.elapsed().as_secs_f64();
         let saved = prepared.save(Some(deadline), Then::Suspend);
         follow.abort();
         drop(shown);
         match saved {
             Ok(outcome) => {
+                let prepare = outcome.seconds.iter();
+                let prepare = prepare.filter(|it| it.phase == Phase::Prepare);
+                let prepare: f64 = prepare.map(|it| it.seconds).sum();
+                self.desk.report(|report| {
+                    report.notice_to_lock_seconds = waited + prepare;
+                    report.notice_to_commit_seconds = notice.heard_at.elapsed().as_secs_f64();
+                });
                 watch.remember(&outcome);
                 Saved::Committed(Box::new(outcome))
             }
@@ -688,6 +784,11 @@ impl<'a> Supervisor<'a> {
 
     /// A save after which the job goes on.
     fn save_in_passing(&self, job: &JobProcess, watch: &mut Watch) -> Result<(), Failure> {
+        if let Some(why) = self.takes_too_much(watch) {
+            tracing::warn!("the save in passing is skipped: {why}");
+            self.desk.report(|report| report.saves_skipped += 1);
+            return Ok(());
+        }
         self.desk.report(|report| report.doing = Doing::Saving);
         let long = Instant::now() + Duration::from_secs(3600);
         let saved = match self.prepared(job, watch, long) {
@@ -703,6 +804,8 @@ impl<'a> Supervisor<'a> {
         let saved = match saved {
             Ok(outcome) => {
                 watch.remember(&outcome);
+                watch.locked_before = Some(outcome.seconds_locked);
+                self.prune(watch);
                 tracing::info!("image {} is committed, and the job runs on", outcome.image);
                 Saved::Committed(Box::new(outcome))
             }
@@ -722,10 +825,47 @@ impl<'a> Supervisor<'a> {
         }
     }
 
+    /// Why the next save would take more of the job's time than it may.
+    fn takes_too_much(&self, watch: &Watch) -> Option<String> {
+        let run = &self.session.config.run;
+        let (interval, locked) = (run.interval?, watch.locked_before?);
+        let share = 100.0 * locked / (interval.as_secs_f64() + locked);
+        (share > f64::from(run.interval_share)).then(|| {
+            format!(
+                "the last one kept the job for {locked:.1} s, which is {share:.0} % of its time with one every {interval:?}, and {} % are allowed (job.interval, job.interval_share)",
+                run.interval_share
+            )
+        })
+    }
+
+    /// Old images go, in the background. What fails is told, and no more.
+    fn prune(&self, watch: &mut Watch) {
+        if watch
+            .pruning
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished())
+        {
+            return;
+        }
+        let session = self.session.for_one_transfer(None);
+        let pruning = std::thread::Builder::new().name("prune".to_owned());
+        let pruning = pruning.spawn(move || {
+            if let Err(failure) = upkeep::prune(&session, false) {
+                let why = one_line(failure.cause.as_ref());
+                tracing::warn!("old images were not pruned: {why}");
+            }
+        });
+        watch.pruning = pruning.ok();
+    }
+
     fn count(&self, saved: &Saved) {
         self.desk.report(|report| match saved {
             Saved::Committed(outcome) => {
                 report.saves_committed += 1;
+                report.seconds_locked += outcome.seconds_locked;
+                report.bytes_raw += outcome.bytes.raw;
+                report.bytes_stored += outcome.bytes.stored;
+                report.retries += outcome.retries;
                 report.image = Some(outcome.image.clone());
                 report.last_failure = None;
             }

@@ -206,6 +206,10 @@ fn save(ground: &Ground, death: Death) {
     let is_entered = stage_of(death) == "complete" || death.point == "commit:entered";
     assert_eq!(count, 1 + usize::from(is_entered), "{death:?}: {run:?}");
     if death.is_kill() {
+        if stage_of(death) == "lock" {
+            // Its guard lets it go, before anybody comes with `recover`.
+            ground.scene.must_compute_on(&mut target);
+        }
         must_be_recovered(ground, &job, death, is_entered, &target);
     }
     // All that needed the store was done by then.

@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use ckptstream::supervise::{Answer, Question, ask};
 use serde_json::json;
 
 use super::support::process::{PATIENCE, Process};
@@ -331,7 +332,9 @@ fn twenty_preemptions_at_random_moments_change_no_digest() {
 #[test]
 fn a_notice_from_the_socket_is_answered_with_the_verdict() {
     let scene = Scene::new(&[]);
-    let job = Job::new(&scene, TARGET);
+    let metrics = scene.state_dir().with_extension("prom");
+    let config = format!("[metrics]\ntextfile = \"{}\"\n", metrics.display());
+    let job = Job::new(&scene, TARGET).with(&config);
     let asks = || {
         let config = format!("\n[job]\nstate_dir = \"{}\"\n", scene.state_dir().display());
         scene.saver_with("job", "", &config)
@@ -359,6 +362,24 @@ fn a_notice_from_the_socket_is_answered_with_the_verdict() {
     assert_eq!(scene.images("job"), [1]);
     let nobody = asks().cli.run("notify");
     assert_eq!(nobody.code, 3, "the socket is gone: {nobody:?}");
+    let metrics = std::fs::read_to_string(&metrics).expect("metrics");
+    for line in [
+        "notices_heard_total{job=\"job\"} 1",
+        "saves_committed_total{job=\"job\"} 1",
+    ] {
+        assert!(metrics.contains(line), "{metrics}");
+    }
+    // The next life knows of it.
+    let mut next = job.start();
+    next.wait_for("resumed ");
+    loop {
+        let status = asks().cli.ok("status")["status"].clone();
+        if status["ever"] == json!({"heard": 1, "missed": 0}) {
+            break;
+        }
+        assert_eq!(status["ever"]["heard"], 0, "{status}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 #[test]
@@ -396,7 +417,7 @@ fn a_job_is_saved_in_passing_and_a_newer_notice_shortens_the_time() {
     let scene = Scene::new(&[]);
     let notice = scene.state_dir().with_extension("notice");
     let config = format!(
-        "interval = \"1s\"\n[preempt]\nsources = [\"file\", \"signals\"]\nfile = \"{}\"\npoll = \"100ms\"\n",
+        "interval = \"1s\"\ninterval_share = 100\n[preempt]\nsources = [\"file\", \"signals\"]\nfile = \"{}\"\npoll = \"100ms\"\n",
         notice.display()
     );
     let job = Job::new(&scene, TARGET).with(&config);
@@ -466,6 +487,186 @@ fn an_image_that_no_run_can_restore_is_bad_and_the_one_before_it_is_taken() {
     assert_eq!(ended.code, REQUEUE, "{ended:?}");
     assert!(
         ended.stderr.contains("image 00000003 is restored"),
+        "{ended:?}"
+    );
+}
+
+/// Where a save can be held up for a while: by the store, or by the driver.
+const PHASES: [(&str, &str, &str); 7] = [
+    ("prepare", "PutObject", "attempt.json"),
+    ("announce", "PutObject", "/log/00000002"),
+    ("lock", "", "cuCheckpointProcessLock"),
+    ("begin", "", "cuCheckpointProcessCheckpoint"),
+    ("stream", "UploadPart", ".zst"),
+    ("land", "CompleteMultipartUpload", ".zst"),
+    ("commit", "PutObject", "manifest.json"),
+];
+
+/// What happens meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meanwhile {
+    SecondSignal,
+    ShorterNotice,
+    JobDies,
+}
+
+fn held_up(phase: (&str, &str, &str), meanwhile: Meanwhile) {
+    let (name, operation, what) = phase;
+    let told = format!("{name}, {meanwhile:?}");
+    let scene = Scene::new(&[]);
+    let job =
+        Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\ncontexts = \"at-notice\"\n");
+    let driver = match operation {
+        "" => format!("fault={what}#1=stall:700"),
+        _ => String::new(),
+    };
+    let mut run = Supervised::start(job.command(&driver));
+    run.wait_for("step 2 ");
+    if !operation.is_empty() {
+        let action = json!({"delay_before_ms": 700});
+        scene.server.set_rules(&json!([
+            {"op": operation, "key_contains": what, "nth": 1, "action": action},
+        ]));
+    }
+    run.process.signal("TERM");
+    std::thread::sleep(Duration::from_millis(350));
+    match meanwhile {
+        Meanwhile::SecondSignal => run.process.signal("TERM"),
+        Meanwhile::ShorterNotice => {
+            let path = scene.state_dir().join("job.sock");
+            let notify = Question::Notify {
+                left_seconds: Some(30.0),
+            };
+            let answer = ask(&path, &notify).expect("somebody listens");
+            let Answer::Verdict(verdict) = answer else {
+                panic!("{told}: {answer:?}");
+            };
+            assert_eq!((verdict.exit_code, verdict.cause), (0, vec![]), "{told}");
+        }
+        Meanwhile::JobDies => run.end_the_job(),
+    }
+    let ended = run.ends();
+    let images = scene.images("job").len();
+    if meanwhile == Meanwhile::JobDies {
+        // Its own status; there is an image if the save had looked at it for the last time.
+        assert_eq!(ended.code, 137, "{told}: {ended:?}");
+        assert!(
+            images == 0 || name == "commit" && images == 1,
+            "{told}: {images}"
+        );
+    } else {
+        assert_eq!(ended.code, REQUEUE, "{told}: {ended:?}");
+        assert_eq!(images, 1, "{told}");
+    }
+    // Whatever happened, the next start is right: from the image, or afresh.
+    let mut next = job.start();
+    next.wait_for(if images == 1 { "resumed " } else { "ready " });
+    next.wait_for("step ");
+}
+
+#[test]
+fn what_happens_while_a_save_is_under_way_does_no_harm() {
+    for phase in PHASES {
+        std::thread::scope(|scope| {
+            for meanwhile in [
+                Meanwhile::SecondSignal,
+                Meanwhile::ShorterNotice,
+                Meanwhile::JobDies,
+            ] {
+                scope.spawn(move || held_up(phase, meanwhile));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_notice_that_becomes_too_short_ends_the_save_in_time() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\nmargin = \"500ms\"\n");
+    let mut run = job.start();
+    run.wait_for("step 2 ");
+    scene.server.set_rules(&json!([
+        {"op": "UploadPart", "always": true, "action": {"stall": true}},
+    ]));
+    run.process.signal("TERM");
+    std::thread::sleep(Duration::from_millis(300));
+    let started = Instant::now();
+    let path = scene.state_dir().join("job.sock");
+    let notify = Question::Notify {
+        left_seconds: Some(1.5),
+    };
+    let Ok(Answer::Verdict(verdict)) = ask(&path, &notify) else {
+        panic!("no verdict");
+    };
+    // Nothing else would have ended it before: a minute is left by the first notice.
+    assert!(
+        started.elapsed() < Duration::from_secs(30),
+        "{:?}",
+        started.elapsed()
+    );
+    assert_eq!(verdict.exit_code, 12, "{verdict:?}");
+    let ended = run.ends();
+    assert_eq!(ended.code, 212, "{ended:?}");
+    assert_eq!(scene.images("job"), [0_u64; 0]);
+}
+
+#[test]
+fn a_job_that_finishes_while_its_save_is_prepared_is_finished() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, &format!("{TARGET} --steps 60"));
+    let job = job.with("[preempt]\nnotice = \"10min\"\ncontexts = \"at-notice\"\n");
+    let mut run = job.start();
+    run.wait_for("step 2 ");
+    // Nothing is saved before it has come to its end.
+    scene.server.set_rules(&json!([
+        {"op": "PutObject", "key_contains": "attempt.json", "always": true, "action": {"stall": true}},
+    ]));
+    run.process.signal("TERM");
+    let ended = run.ends();
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert!(
+        ended.said.last().expect("lines").starts_with("done "),
+        "{ended:?}"
+    );
+    let listed = scene.saver("job", "").cli.run("list");
+    assert_eq!(listed.report["finished"], true, "{listed:?}");
+}
+
+#[test]
+fn a_save_that_does_not_fit_is_refused_and_the_job_has_the_signal() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET).with("interval = \"1s\"\n");
+    let mut run = job.start();
+    // The first save in passing tells the rate, and is slow.
+    scene.server.set_rules(&json!([
+        {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 900}},
+    ]));
+    while scene.images("job").is_empty() {
+        run.wait_for("step ");
+    }
+    scene.server.set_rules(&json!([]));
+    let path = scene.state_dir().join("job.sock");
+    // It took half of the job's time, so the next one is left out.
+    loop {
+        let Ok(Answer::Status(status)) = ask(&path, &Question::Status) else {
+            panic!("no status");
+        };
+        if status.saves_skipped > 0 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let notify = Question::Notify {
+        left_seconds: Some(2.1),
+    };
+    let Ok(Answer::Verdict(verdict)) = ask(&path, &notify) else {
+        panic!("no verdict");
+    };
+    assert_eq!(verdict.exit_code, 5, "{verdict:?}");
+    let ended = run.ends();
+    assert_eq!(ended.code, 143, "the job's own end: {ended:?}");
+    assert!(
+        ended.stderr.contains("preempt.deadline_policy"),
         "{ended:?}"
     );
 }
