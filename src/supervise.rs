@@ -61,7 +61,7 @@ const TRIES: u32 = 2;
 const FAILED_RUNS: u32 = 3;
 
 /// A job that ends badly so soon after a restore counts as one that was not restored.
-const SETTLES_WITHIN: Duration = Duration::from_millis(100);
+const SETTLES_WITHIN: Duration = Duration::from_secs(10);
 
 /// How long a process may take to die.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
@@ -219,7 +219,7 @@ impl<'a> Supervisor<'a> {
         self.settle();
         self.open_the_job()?;
         match self.begin(program, args) {
-            Ok(job) => self.watch_over(&job),
+            Ok((job, from)) => self.watch_over(&job, from.as_ref()),
             Err(failure) => {
                 self.give_up_the_job();
                 Err(failure)
@@ -232,7 +232,7 @@ impl<'a> Supervisor<'a> {
         let job = JobProcess::find(pid)
             .map_err(|error| Failure::new(ExitCode::NothingToSave, Phase::Prepare, error))?;
         self.open_the_job()?;
-        self.watch_over(&job)
+        self.watch_over(&job, None)
     }
 
     /// In the background: the store has the counts of earlier lives.
@@ -381,19 +381,24 @@ impl<'a> Supervisor<'a> {
         }))
     }
 
-    /// The job's process: restored where there is an image, started where it is proved that there is none.
-    fn begin(&self, program: &OsString, args: &[OsString]) -> Result<JobProcess, Failure> {
+    /// The job's process: restored where there is an image, which comes with it, started where it is proved that there is none.
+    fn begin(
+        &self,
+        program: &OsString,
+        args: &[OsString],
+    ) -> Result<(JobProcess, Option<Image>), Failure> {
         let mut tries_left = TRIES;
         loop {
             let Some(image) = self.newest()? else {
                 tracing::warn!("starting the job: it has no image");
-                return JobProcess::start(program, args).map_err(|error| {
+                let started = JobProcess::start(program, args).map_err(|error| {
                     let why = format!("{} cannot be started: {error}", program.display());
                     Failure::new(ExitCode::Preflight, Phase::Prepare, why)
                 });
+                return Ok((started?, None));
             };
             let failure = match self.restored(&image) {
-                Ok(job) => return Ok(job),
+                Ok(job) => return Ok((job, Some(image))),
                 Err(failure) => failure,
             };
             if failure.code != ExitCode::RestoreFailed {
@@ -488,10 +493,6 @@ impl<'a> Supervisor<'a> {
             ))
         })?;
         let restored = self.restore_into(&job);
-        let restored = match restored {
-            Ok(()) => self.settles(&job),
-            Err(failure) => Err(failure),
-        };
         if restored.is_err() && !job.end(ENDS_WITHIN) {
             tracing::error!("process {} does not end", job.pid);
         }
@@ -546,21 +547,8 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// A job that ends badly as soon as it has its memory was not restored.
-    fn settles(&self, job: &JobProcess) -> Result<(), Failure> {
-        let ended = self
-            .session
-            .wait(async { tokio::time::timeout(SETTLES_WITHIN, job.ended()).await });
-        match ended {
-            Ok(status) if status != Status::Exited(0) => {
-                let why = format!("the job {status} as soon as it was restored");
-                Err(Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn watch_over(&mut self, job: &JobProcess) -> Result<End, Failure> {
+    fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
+        let restored_at = Instant::now();
         let interval = self.session.config.run.interval;
         let next_interval = move || interval.map(|interval| Instant::now() + interval);
         let mut watch = Watch {
@@ -579,7 +567,13 @@ impl<'a> Supervisor<'a> {
             match self.next_event(job, &watch) {
                 Event::Ended(status) => {
                     watch.arming.stand_down();
-                    return Ok(self.ended_by_itself(status));
+                    let from = from.filter(|_| restored_at.elapsed() < SETTLES_WITHIN);
+                    return match (from, status) {
+                        (Some(image), Status::Exited(1..) | Status::Signalled(_)) => {
+                            Err(self.did_not_settle(image, status))
+                        }
+                        _ => Ok(self.ended_by_itself(status)),
+                    };
                 }
                 Event::Signal(signal) => job.signal(signal),
                 Event::Tend => {
@@ -622,6 +616,20 @@ impl<'a> Supervisor<'a> {
                     self.save_in_passing(job, &mut watch)?;
                 }
             }
+        }
+    }
+
+    /// A job that ends badly as soon as it has its memory was not restored: that counts against the image.
+    fn did_not_settle(&self, image: &Image, status: Status) -> Failure {
+        let id = image_id(image.generation);
+        let why = format!(
+            "the job {status} within {SETTLES_WITHIN:?} after it was restored from image {id}"
+        );
+        let failure = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why.clone());
+        let is_bad = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why.clone());
+        match self.count_failed_run(image, failure, &why) {
+            Ok(()) => is_bad,
+            Err(failure) => failure,
         }
     }
 

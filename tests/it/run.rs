@@ -7,7 +7,7 @@ use ckptstream::supervise::{Answer, Question, ask};
 use serde_json::json;
 
 use super::support::process::{PATIENCE, Process};
-use super::support::s3_server::testkit;
+use super::support::s3_server::{has_credentials, testkit};
 use super::support::scene::{Saver, Scene, TARGET};
 use super::support::{Target, step_of};
 
@@ -628,8 +628,9 @@ fn a_job_that_finishes_while_its_save_is_prepared_is_finished() {
         ended.said.last().expect("lines").starts_with("done "),
         "{ended:?}"
     );
-    let listed = scene.saver("job", "").cli.run("list");
-    assert_eq!(listed.report["finished"], true, "{listed:?}");
+    scene.server.set_rules(&json!([]));
+    let mut next = job.start();
+    next.wait_for("ready ");
 }
 
 #[test]
@@ -669,4 +670,37 @@ fn a_save_that_does_not_fit_is_refused_and_the_job_has_the_signal() {
         ended.stderr.contains("preempt.deadline_policy"),
         "{ended:?}"
     );
+}
+
+#[test]
+fn a_job_that_fails_goes_on_from_its_last_image() {
+    if !has_credentials("run::a_job_that_fails_goes_on_from_its_last_image") {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let mut run = job.start();
+    run.wait_for("step 2 ");
+    run.process.signal("TERM");
+    assert_eq!(run.ends().code, REQUEUE);
+    // A job that ends badly as soon as it was restored counts against the image, and is not finished.
+    let mut run = job.start();
+    run.wait_for("resumed ");
+    run.end_the_job();
+    let ended = run.ends();
+    assert_eq!(ended.code, 221, "{ended:?}");
+    assert!(ended.stderr.contains("in 1 of 3 runs"), "{ended:?}");
+    // One that failed otherwise is wanted back, too.
+    let failed = json!({"format": 1, "entry": "finished", "writer": "f".repeat(32), "status": 3});
+    let next = scene.log_len("job") + 1;
+    scene.put_entry("job", next, &failed);
+    let mut run = job.start();
+    run.wait_for("resumed ");
+    // One that did well is not.
+    drop(run);
+    let done = json!({"format": 1, "entry": "finished", "writer": "f".repeat(32), "status": 0});
+    let next = scene.log_len("job") + 1;
+    scene.put_entry("job", next, &done);
+    let mut run = job.start();
+    run.wait_for("ready ");
 }
