@@ -21,6 +21,7 @@ mod metrics;
 mod process;
 mod service;
 mod tally;
+mod whereabouts;
 
 use std::any::Any;
 use std::error::Error;
@@ -53,6 +54,7 @@ pub use tally::Ever;
 
 use arming::{Arming, WarmDriver, gpu_process};
 use desk::Desk;
+use whereabouts::Whereabouts;
 
 /// Tries to restore one image in one run. What fails twice on a node may do well on another.
 const TRIES: u32 = 2;
@@ -82,6 +84,8 @@ pub enum End {
     Job(Status),
     /// It was saved, and then ended.
     Saved(Box<Outcome>),
+    /// A notice came before it was started.
+    NotStarted,
 }
 
 /// What a supervision works with.
@@ -216,8 +220,14 @@ impl<'a> Supervisor<'a> {
 
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
         self.must_be_restorable()?;
+        self.must_not_run_already()?;
         self.settle();
         self.open_the_job()?;
+        if self.board.standing().earliest().is_some() {
+            // Whatever there is in the store is all that there is.
+            self.give_up_the_job();
+            return Ok(End::NotStarted);
+        }
         match self.begin(program, args) {
             Ok((job, from)) => self.watch_over(&job, from.as_ref()),
             Err(failure) => {
@@ -296,6 +306,11 @@ impl<'a> Supervisor<'a> {
                 image: Some(outcome.image.clone()),
                 ..Verdict::default()
             },
+            Ok(End::NotStarted) => Verdict {
+                exit_code: ExitCode::NothingToSave.code(),
+                cause: vec!["the job was not started".to_owned()],
+                ..Verdict::default()
+            },
             Ok(End::Job(status)) => Verdict {
                 exit_code: ExitCode::NothingToSave.code(),
                 cause: vec![format!("the job {status}")],
@@ -320,6 +335,18 @@ impl<'a> Supervisor<'a> {
         }
         let why = "an image of GPU memory alone cannot be restored when the job's process is gone: set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
         Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
+    }
+
+    /// An earlier run that was killed has left the job running here.
+    fn must_not_run_already(&self) -> Result<(), Failure> {
+        let Some(job) = Whereabouts::of(&self.session.config).left_behind() else {
+            return Ok(());
+        };
+        let pid = job.pid;
+        let why = format!(
+            "process {pid} of this job runs on this node, and whoever watched over it is gone: `ckptstream watch --pid {pid}` takes it over; to have it restored instead, end it first"
+        );
+        Err(Failure::new(ExitCode::NotOurs, Phase::Prepare, why))
     }
 
     /// What earlier runs have left on this node comes first: it may be newer than all that is in the store.
@@ -549,6 +576,22 @@ impl<'a> Supervisor<'a> {
 
     fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
         let restored_at = Instant::now();
+        let whereabouts = Whereabouts::of(&self.session.config);
+        whereabouts.note(job.pid);
+        let ended = self.watch_until_the_end(job, from, restored_at);
+        // A job that was left as it is stays where it is.
+        if job.status().is_some() || ended.is_ok() {
+            whereabouts.forget();
+        }
+        ended
+    }
+
+    fn watch_until_the_end(
+        &mut self,
+        job: &JobProcess,
+        from: Option<&Image>,
+        restored_at: Instant,
+    ) -> Result<End, Failure> {
         let interval = self.session.config.run.interval;
         let next_interval = move || interval.map(|interval| Instant::now() + interval);
         let mut watch = Watch {

@@ -295,7 +295,7 @@ fn twenty_preemptions_at_random_moments_change_no_digest() {
     let seed = fastrand::u64(..);
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut seen, mut codes) = (Vec::new(), Vec::new());
-    while codes.iter().filter(|code| **code == REQUEUE).count() < 20 {
+    while scene.images("job").len() < 20 {
         let mut run = job.start();
         // Before it is ready, while it is restored, between two steps, within one.
         match random.u32(0..4) {
@@ -316,7 +316,7 @@ fn twenty_preemptions_at_random_moments_change_no_digest() {
         );
         codes.push(ended.code);
         seen.extend(digests(&ended.said));
-        assert!(codes.len() < 60, "seed {seed}: {codes:?}");
+        assert!(codes.len() < 120, "seed {seed}: {codes:?}");
     }
     let last = job.start().ends();
     assert_eq!(last.code, 0, "seed {seed}: {last:?}");
@@ -703,4 +703,55 @@ fn a_job_that_fails_goes_on_from_its_last_image() {
     scene.put_entry("job", next, &done);
     let mut run = job.start();
     run.wait_for("ready ");
+}
+
+#[test]
+fn a_job_that_outlived_its_supervision_is_not_started_again() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let mut first = job.start();
+    first.wait_for("step 2 ");
+    first.process.kill();
+    let second = job.start().ends();
+    assert_eq!(second.code, 204, "{second:?}");
+    assert!(second.stderr.contains("watch --pid"), "{second:?}");
+    // It can be taken over, saved, and go on from there.
+    let pid = first.job_pid.expect("it said so");
+    let (saver, _) = job.command("");
+    let command = saver.cli.command(&format!("watch --pid {pid}"));
+    let third = Supervised::start((saver, command));
+    let path = scene.state_dir().join("job.sock");
+    let notify = Question::Notify { left_seconds: None };
+    let verdict = loop {
+        match ask(&path, &notify) {
+            Ok(Answer::Verdict(verdict)) => break verdict,
+            Ok(other) => panic!("{other:?}"),
+            // It does not listen yet.
+            Err(_) => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    assert_eq!(verdict.exit_code, 0, "{verdict:?}");
+    let third = third.ends();
+    assert_eq!(third.code, REQUEUE, "{third:?}");
+    let mut fourth = job.start();
+    fourth.wait_for("resumed ");
+}
+
+#[test]
+fn a_notice_before_the_start_starts_nothing() {
+    let scene = Scene::new(&[]);
+    let notice = scene.state_dir().with_extension("notice");
+    std::fs::write(&notice, "").expect("a notice");
+    let config = format!(
+        "[preempt]\nsources = [\"file\"]\nfile = \"{}\"\npoll = \"100ms\"\n",
+        notice.display()
+    );
+    let job = Job::new(&scene, TARGET).with(&config);
+    // The log is slow to be read, so that the file has been looked at.
+    scene.server.set_rules(&json!([
+        {"op": "GetObject", "key_contains": "/log/", "always": true, "action": {"delay_before_ms": 600}},
+    ]));
+    let ended = job.start().ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert_eq!(ended.said, [""; 0]);
 }
