@@ -344,7 +344,7 @@ impl<'a> Supervisor<'a> {
         };
         let pid = job.pid;
         let why = format!(
-            "process {pid} of this job runs on this node, and whoever watched over it is gone: `ckptstream watch --pid {pid}` takes it over; to have it restored instead, end it first"
+            "process {pid} of this job runs on this node already; where nobody watches over it any more, `ckptstream watch --pid {pid}` takes it over, and to have it restored instead it is to be ended first"
         );
         Err(Failure::new(ExitCode::NotOurs, Phase::Prepare, why))
     }

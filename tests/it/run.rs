@@ -1,5 +1,6 @@
 //! A job under `run`: saved and ended when the node goes away, restored on the next one, and never started twice over its own image.
 
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -113,6 +114,8 @@ struct Job<'a> {
     scene: &'a Scene,
     args: String,
     config: String,
+    /// Of its node.
+    state: PathBuf,
 }
 
 impl<'a> Job<'a> {
@@ -121,6 +124,17 @@ impl<'a> Job<'a> {
             scene,
             args: args.to_owned(),
             config: String::new(),
+            state: scene.state_dir(),
+        }
+    }
+
+    /// On another node.
+    fn elsewhere(&self) -> Self {
+        Self {
+            scene: self.scene,
+            args: self.args.clone(),
+            config: self.config.clone(),
+            state: self.state.with_extension("elsewhere"),
         }
     }
 
@@ -142,7 +156,7 @@ impl<'a> Job<'a> {
         let mut again = vec![testkit.display().to_string(), "target".to_owned()];
         again.extend(words.clone().map(str::to_owned));
         again.push("--suspended".to_owned());
-        let state = self.scene.state_dir();
+        let state = &self.state;
         let restore = match can_be_restored {
             true => format!("restore_command = {}\n", json!(again)),
             false => String::new(),
@@ -399,7 +413,7 @@ fn who_starts_the_job_elsewhere_fences_the_one_that_runs() {
     let job = Job::new(&scene, TARGET).with("[preempt]\nsources = [\"signals\"]\n");
     let mut first = job.start();
     first.wait_for("step 1 ");
-    let mut second = job.start();
+    let mut second = job.elsewhere().start();
     second.wait_for("step 1 ");
     // The first one is told that its node goes away, too late: the job is the second one's.
     first.process.signal("TERM");
