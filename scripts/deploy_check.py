@@ -17,7 +17,7 @@ CKPTSTREAM, DIR = sys.argv[1], Path(sys.argv[2])
 DEPLOY = Path("docs/deploy")
 # `run` and `watch` end with 200 and a verdict, and so is a refusal told apart from a command line that is not understood.
 UNDERSTOOD = {"run": {203}, "watch": {203}, "notify": {3}, "status": {3}, "list": {6}}
-# The fields that the examples use, of apps that have hundreds. A list holds any number of its one member; a type is that of a scalar.
+# The fields that the examples use, of kinds that have hundreds. A list holds any number of its one member; a type is that of a scalar.
 POD_SPEC = {
     "restartPolicy": str, "terminationGracePeriodSeconds": int,
     "containers": [{
@@ -91,10 +91,14 @@ def parsed(where, words):
 def loaded(where, text):
     """A configuration: every key exists, every value is one. The store is replaced by one that is there."""
     path = DIR / "snippet.toml"
-    path.write_text(text)
-    code, told = ckptstream(["list", "--store", f"file://{DIR}/store"], path)
-    if code != 6:
-        fail(where, f"ended with {code}: {told}\n{text}")
+    store = f"file://{DIR}/store"
+    # `list` looks at what stands in it; `run` at what is meant for itself, too, and refuses a job that cannot be restored. Sockets and journals stay in our directory.
+    tame = re.sub(r"^state_dir = .*$", f'state_dir = "{DIR}/state"', re.sub(r"^restore_command = .*$", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    for text, args, understood in [(text, ["list", "--store", store], 6), (tame, ["run", "--store", store, "--", "true"], 203)]:
+        path.write_text(text)
+        code, told = ckptstream(args, path)
+        if code != understood:
+            fail(where, f"ckptstream {args[0]} ended with {code}: {told}\n{text}")
     counted["TOML snippets"] += 1
 
 
@@ -161,7 +165,7 @@ def job(where, spec, documented):
         for value in values:
             if value != 75 and value - 200 not in documented:
                 fail(where, f"{value} is not in docs/exit-codes.md")
-        if (75 in values) != (rule["action"] == "Ignore"):
+        if (values == [75]) != (rule["action"] == "Ignore"):
             fail(where, "75 is what is ignored, and nothing else")
 
 
