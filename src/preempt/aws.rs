@@ -6,7 +6,7 @@
 use http::{HeaderValue, Method, StatusCode};
 use serde_json::Value;
 
-use super::http::{Answer, Client};
+use super::http::{Answer, Client, shown};
 use super::{Board, Seen, Sight};
 use crate::config::PreemptConfig;
 
@@ -105,6 +105,9 @@ fn seen(answer: &Answer) -> Result<Seen, String> {
     let left = time.and_then(|time| humantime::parse_rfc3339(time).ok());
     Ok(Seen::Notice {
         left: left.and_then(|then| answer.time_until(then)),
-        text: format!("{action} at {}", time.unwrap_or("a time that is not said")),
+        text: shown(&format!(
+            "{action} at {}",
+            time.unwrap_or("a time that is not said")
+        )),
     })
 }

@@ -9,7 +9,7 @@ use http::{Method, StatusCode};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::http::{Answer, Client};
+use super::http::{Answer, Client, shown};
 use super::{Board, Seen, Sight};
 use crate::config::PreemptConfig;
 
@@ -111,7 +111,7 @@ fn seen(answer: &Answer, vm: &str, notice: Duration) -> Result<Seen, String> {
             event.event_type,
             time.unwrap_or("now")
         );
-        (then.and_then(|then| answer.time_until(then)), text)
+        (then.and_then(|then| answer.time_until(then)), shown(&text))
     });
     match timed.min_by_key(|(left, _)| left.unwrap_or(notice)) {
         Some((left, text)) => Ok(Seen::Notice { left, text }),

@@ -130,10 +130,16 @@ impl Answer {
 
     /// That this is no answer to what was asked; says the beginning of it.
     pub(super) fn is_not(&self, expected: &str) -> String {
-        let start: String = self.body.chars().take(80).collect();
         let Self { asked, status, .. } = self;
+        let start = shown(&self.body);
         format!("{asked}: expected {expected}, and it is {status}, {start:?}")
     }
+}
+
+/// What a server said, as people may see it: its beginning, and nothing that moves a terminal's cursor.
+pub(super) fn shown(text: &str) -> String {
+    let chars = text.chars().filter(|c| !c.is_control());
+    chars.take(80).collect()
 }
 
 #[cfg(test)]
