@@ -229,7 +229,10 @@ fn usual_cases(cloud: &Cloud) -> Vec<Case> {
             notice(),
             Notice(text, left),
             // Whoever sees nothing has no news: what stood stands.
-            Answers(always(path, &action)),
+            Answers(json!({
+                "values": {path: cloud.notice},
+                "rules": [{"path": path, "always": true, "action": action}],
+            })),
             Blind(why),
             Notice(text, left),
             Raised(1),
@@ -270,7 +273,7 @@ fn usual_cases(cloud: &Cloud) -> Vec<Case> {
         make(
             "late",
             vec![
-                Answers(json!({
+                Begins(json!({
                     "values": {path: cloud.notice},
                     "rules": [{"path": path, "always": true, "action": {"delay_before_ms": 700}}],
                 })),
