@@ -37,6 +37,16 @@ EMULATED_DRIVER_DIR=$(emulated_driver_dir)
 export TEST_PYTHON CUDA_INCLUDE_DIR EMULATED_DRIVER_DIR
 cargo test --release --workspace --all-targets --locked
 
+say "== examples of docs/deploy"
+BIN_DIR=$TARGET_DIR/release scripts/deploy-check.sh
+
+say "== process 1"
+if [ "$(id -u)" -eq 0 ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
+    BIN_DIR=$TARGET_DIR/release scripts/pid1-test.sh
+else
+    say "not tested: a pid namespace needs root"
+fi
+
 say "== documentation examples"
 cargo test --release --workspace --doc --locked
 
