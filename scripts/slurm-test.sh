@@ -68,7 +68,11 @@ clean_up() {
     fi
     end_started
     if [ "$PROCTRACK" = proctrack/cgroup ]; then
-        find /sys/fs/cgroup -maxdepth 2 -name "slurm_$HOST" -exec find {} -depth -type d -exec rmdir {} \; \; 2>/dev/null || true
+        # What slurmd has made, empty now.
+        local group
+        for group in /sys/fs/cgroup/*/"slurm_$HOST"; do
+            [ ! -d "$group" ] || find "$group" -depth -type d -exec rmdir {} \; 2>/dev/null || true
+        done
     fi
     if [ "$status" -ne 0 ]; then
         for log in "$DIR"/*.log "$DIR"/*.out "$DIR"/*.lines; do
