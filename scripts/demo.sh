@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job, start to end, on this machine alone: an emulated training job on two emulated GPUs is saved to S3, killed, and put back into
-# fresh processes, on the same GPUs and then on others, where it must go on exactly as if nothing had happened.
+# The main job, start to end, on this machine alone: an emulated training job on two emulated GPUs runs under `ckptstream run`, is told that its node goes away, is saved to S3 and ended, and started again on a node with other
+# GPUs, where it must go on exactly as if nothing had happened.
 # Needs a Rust toolchain; installs what else it misses on Debian and Ubuntu. GPUs and S3 server are emulated: no figure here is one of hardware.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -9,6 +9,8 @@ GPU_COUNT=2
 GPU_MIB=512
 STEP_COUNT=12
 SAVE_AFTER_STEP=4
+# Seconds between the signal and the end of the node.
+NOTICE=20
 # How long the demo may take once everything is built, in seconds.
 SECONDS_MAX=60
 # Emulated nodes are told apart by number. The job's GPUs are those of the first; the second has others.
@@ -106,63 +108,74 @@ DIGEST_COUNT=$(digests reference.log | wc -l)
 say "  $DIGEST_COUNT digests in $(seconds_since "$SINCE_MS") s; the last line: $(tail -n 1 "$DIR/reference.log")"
 
 say ""
-say "2. An S3 server in memory, and the same job again, slowed down a little."
+say "2. An S3 server in memory, and one TOML file for everything. The same job under the handler:"
 start s3.log "$TESTKIT" s3 --addr 127.0.0.1:0 --bucket ckpt
 S3_PID=$STARTED
 ENDPOINT=$(wait_for_line "$DIR/s3.log" '^listening ' "$S3_PID" 10)
 ENDPOINT=${ENDPOINT#listening }
-STORE=(--job demo --store s3://ckpt/demo --endpoint "$ENDPOINT")
-start_job job.log --step-ms 200
-JOB_PID=$STARTED
-say "  job: pid $JOB_PID; store: s3://ckpt/demo at $ENDPOINT"
-wait_for_line "$DIR/job.log" "^step $SAVE_AFTER_STEP " "$JOB_PID" 30 | sed 's/^/  job: /'
 
-say ""
-say "3. The node is about to go: save the job."
-SINCE_MS=$(now_ms)
-shown_on_node "$NODE" "$CKPTSTREAM" checkpoint --pid "$JOB_PID" "${STORE[@]}" --progress plain
-OUT_SECONDS=$(seconds_since "$SINCE_MS")
-say "  saved in $OUT_SECONDS s; the job is suspended and its GPUs are free. In the store now:"
-shown "$CKPTSTREAM" list "${STORE[@]}"
-shown "$CKPTSTREAM" inspect --image latest "${STORE[@]}"
+# The job's command line, and as a list of strings.
+JOB=("$TESTKIT" target --gpus "$GPU_COUNT" --bytes "${GPU_MIB}MiB" --fill mixed --seed 7 --steps "$STEP_COUNT" --step-ms 200)
+JOB_LIST=$(printf '"%s", ' "${JOB[@]}")
+# configuration NODE: every node has a file; all of them say the same but for where the node keeps what is under way.
+configuration() {
+    cat >"$DIR/$1.toml" <<TOML
+[job]
+name = "demo"
+restore_command = [${JOB_LIST}"--suspended"]
+state_dir = "$DIR/$1"
 
-say ""
-say "4. The node is gone: kill -9 $JOB_PID."
-kill -KILL "$JOB_PID"
-{ wait "$JOB_PID"; } 2>/dev/null || true
-say "  the job's last words: $(tail -n 1 "$DIR/job.log")"
+[store]
+url = "s3://ckpt/demo"
+endpoint = "$ENDPOINT"
 
-# restored LOG NODE_OF_RESTORE FLAG...: a fresh, suspended job, restored on that node and run to its end.
-restored() {
-    local log=$1 node=$2
-    shift 2
-    start_job "$log" --suspended "$@"
-    local pid=$STARTED
-    wait_for_line "$DIR/$log" '^suspended pid ' "$pid" 30 | sed 's/^/  fresh process: /'
-    SINCE_MS=$(now_ms)
-    shown_on_node "$node" "$CKPTSTREAM" restore --pid "$pid" "${STORE[@]}" --into-fresh --image latest --progress plain
-    BACK_SECONDS=$(seconds_since "$SINCE_MS")
-    say "  restored in $BACK_SECONDS s"
-    wait_for_line "$DIR/$log" '^resumed step ' "$pid" 30 | sed 's/^/  job: /'
-    wait "$pid" || fail "the restored job failed"
-    say "  job: $(tail -n 1 "$DIR/$log")"
-    must_equal_reference job.log "$log"
-    say "  every digest before and after the save equals the uninterrupted run's"
+[preempt]
+notice = "${NOTICE}s"
+TOML
 }
+configuration a
+configuration b
+sed 's/^/    /' "$DIR/a.toml"
+CK_LIST=(--config "$DIR/a.toml")
+
+# run_job LOG NODE FILE: the job under the handler, on that node.
+run_job() {
+    start "$1" on_node "$2" "$CKPTSTREAM" run --config "$DIR/$3.toml" --progress plain -- "${JOB[@]}"
+    RUN_PID=$STARTED
+    say "  \$ ckptstream run --config $3.toml -- ${JOB[*]/#$TESTKIT/testkit}"
+}
+run_job job.log "$NODE" a
+wait_for_line "$DIR/job.log" "^step $SAVE_AFTER_STEP " "$RUN_PID" 60 | sed 's/^/    /'
+shown "$CKPTSTREAM" status "${CK_LIST[@]}"
 
 say ""
-say "5. A fresh process that has computed nothing takes the image and goes on."
-restored restored.log "$NODE" --step-ms 200
-FIRST_BACK_SECONDS=$BACK_SECONDS
+say "3. The node goes away in $NOTICE s: SIGTERM to ckptstream."
+SINCE_MS=$(now_ms)
+kill -TERM "$RUN_PID"
+CODE=0
+wait "$RUN_PID" || CODE=$?
+OUT_SECONDS=$(seconds_since "$SINCE_MS")
+sed -n '/notice from signal/,$p' "$DIR/job.log" | sed 's/^/    /'
+[ "$CODE" -eq 75 ] || fail "run ended with $CODE, and not with 75"
+say "  saved and ended in $OUT_SECONDS s; exit status $CODE tells the scheduler to start it again. In the store now:"
+shown "$CKPTSTREAM" list "${CK_LIST[@]}"
+shown "$CKPTSTREAM" inspect --image latest "${CK_LIST[@]}"
 
 say ""
-say "6. The same again on a node with other GPUs: each stored GPU is mapped to one that is there."
-restored moved.log "$OTHER_NODE"
+say "4. The scheduler starts the very same command again, on a node with other GPUs."
+SINCE_MS=$(now_ms)
+run_job again.log "$OTHER_NODE" b
+wait_for_line "$DIR/again.log" '^resumed step ' "$RUN_PID" 60 >/dev/null
+BACK_SECONDS=$(seconds_since "$SINCE_MS")
+wait "$RUN_PID" || fail "the job failed on the second node"
+grep -v '^step ' "$DIR/again.log" | sed 's/^/    /'
+must_equal_reference job.log again.log
+say "  running again after $BACK_SECONDS s; every digest before and after equals the uninterrupted run's"
 
 say ""
 DEMO_SECONDS=$(seconds_since "$DEMO_STARTED_MS")
-say "demo: OK in $DEMO_SECONDS s: $((GPU_COUNT * GPU_MIB)) MiB on $GPU_COUNT emulated GPUs saved in $OUT_SECONDS s," \
-    "restored in $FIRST_BACK_SECONDS s and, on other GPUs, in $BACK_SECONDS s; $DIGEST_COUNT of $DIGEST_COUNT digests equal, twice"
+say "demo: OK in $DEMO_SECONDS s: $((GPU_COUNT * GPU_MIB)) MiB on $GPU_COUNT emulated GPUs saved $OUT_SECONDS s after the signal, with $NOTICE s notice," \
+    "running on other GPUs $BACK_SECONDS s after its next start; $DIGEST_COUNT of $DIGEST_COUNT digests equal"
 # No failure: a busy machine makes it slow, and says nothing about ckptstream.
 if [ "${DEMO_SECONDS%.*}" -ge "$SECONDS_MAX" ]; then
     say "demo: WARNING: it took $DEMO_SECONDS s, and less than $SECONDS_MAX s is the limit; is this machine busy?" >&2

@@ -45,7 +45,7 @@ use crate::outcome::{Outcome, StageOutcome};
 use crate::ownership::WhileSaved;
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, PipelineError, Saved, SavedLane};
-use crate::restore;
+use crate::restore::{self, Ways};
 use crate::sealed::Sealed;
 use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
@@ -961,7 +961,16 @@ fn resume(
         ..session.clone()
     };
     let process = (custody, suspended);
-    restore::bring_back(&surroundings, clock, driver, process, image, &[], None).map_err(astray)?;
+    restore::bring_back(
+        &surroundings,
+        clock,
+        driver,
+        process,
+        image,
+        Ways::STAY,
+        None,
+    )
+    .map_err(astray)?;
     Ok(Instant::now())
 }
 

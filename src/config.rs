@@ -20,10 +20,10 @@ use crate::journal;
 
 pub use environment::Environment;
 pub use raw::{
-    CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawPipeline,
-    RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
+    CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawMetrics,
+    RawPipeline, RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
 };
-pub use supervise::{Contexts, DeadlinePolicy, PreemptConfig, RunConfig, Source};
+pub use supervise::{Contexts, DeadlinePolicy, MetricsConfig, PreemptConfig, RunConfig, Source};
 
 use value::{GIB, MIB, Setting, TIB};
 
@@ -50,6 +50,8 @@ pub struct Config {
     pub run: RunConfig,
     /// Who says that the node goes away, and what is done then.
     pub preempt: PreemptConfig,
+    /// Where `run` and `watch` tell how they do.
+    pub metrics: MetricsConfig,
     /// Where this node keeps what is under way; `None` is the default of [`Config::state_dir`].
     pub state_dir: Option<PathBuf>,
     /// Time from now until the node is gone, when known (`--deadline`).
@@ -440,6 +442,7 @@ impl Config {
             retention: RetentionConfig::resolve(overrides, &raw.retention)?,
             run: RunConfig::resolve(&raw.job)?,
             preempt: PreemptConfig::resolve(&raw.preempt, raw.spill.path.is_some())?,
+            metrics: MetricsConfig::resolve(&raw.metrics)?,
             state_dir,
             deadline,
         })

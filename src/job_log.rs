@@ -149,6 +149,17 @@ struct Stored<'a> {
 }
 
 impl Entry {
+    /// The job ended by itself, and well: there is nothing left to go on with. One that failed may be wanted back from its last image.
+    fn is_the_end(&self) -> bool {
+        matches!(
+            self,
+            Entry::Finished {
+                status: None | Some(0),
+                ..
+            }
+        )
+    }
+
     fn encode(&self) -> Result<Bytes, serde_json::Error> {
         let stored = Stored {
             format: FORMAT,
@@ -203,7 +214,10 @@ impl Entry {
                 )
             }
             Entry::Image(image) => format!("image of attempt {}", image.attempt),
-            Entry::Finished { .. } => "the job finished".to_owned(),
+            Entry::Finished { .. } if self.is_the_end() => "the job finished".to_owned(),
+            Entry::Finished { status, .. } => {
+                format!("the job failed with status {}", status.unwrap_or(-1))
+            }
             Entry::Bad { generation, .. } => {
                 format!("image {} failed to restore", image_id(*generation))
             }
@@ -454,19 +468,18 @@ impl JobLog {
         entries.any(|entry| matches!(entry, Entry::Unknown { .. } | Entry::Damaged { .. }))
     }
 
-    /// The slot in which the job ended by itself for the last time, 0 where it never did. What was saved before is history: a job that was begun anew under the name does not go on from it.
+    /// The slot in which the job ended well by itself for the last time, 0 where it never did. What was saved before is history: a job that was begun anew under the name does not go on from it.
     pub fn finished_at(&self) -> u64 {
-        let finished = self.entries().rev();
-        let mut finished = finished.filter(|(_, entry)| matches!(entry, Entry::Finished { .. }));
+        let mut finished = self.entries().rev().filter(|(_, entry)| entry.is_the_end());
         finished.next().map_or(0, |(slot, _)| slot)
     }
 
-    /// The job ended by itself, and nobody has taken it since.
+    /// The job ended well by itself, and nobody has taken it since.
     pub fn is_finished(&self) -> bool {
         let told = self.entries.iter().rev();
         let mut told =
             told.skip_while(|entry| matches!(entry, Entry::Bad { .. } | Entry::Dropped { .. }));
-        matches!(told.next(), Some(Entry::Finished { .. }))
+        told.next().is_some_and(Entry::is_the_end)
     }
 }
 

@@ -5,7 +5,11 @@
 //!
 //! A notice that is raised again never gives more time than it gave before. One that is withdrawn (a file that is gone, an event that was cancelled) leaves the others.
 
+mod aws;
+mod azure;
 mod file;
+mod gcp;
+mod http;
 mod signals;
 
 use std::collections::BTreeMap;
@@ -15,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Interval, MissedTickBehavior};
 
 use crate::config::{PreemptConfig, Source};
 
@@ -154,6 +159,18 @@ impl Board {
     }
 }
 
+/// What a look at a metadata server showed.
+#[derive(Debug)]
+enum Seen {
+    /// No notice stands; why one that stood does not any more.
+    Silence(&'static str),
+    /// One stands. `left` is `None` where it does not say.
+    Notice {
+        left: Option<Duration>,
+        text: String,
+    },
+}
+
 /// Counts a source's failures in a row.
 #[derive(Debug)]
 struct Sight<'a> {
@@ -185,6 +202,28 @@ impl<'a> Sight<'a> {
             self.board.blind(self.source, why);
         }
     }
+
+    /// It was looked, and this was seen, or could not be. A notice that does not say its time leaves `notice`.
+    fn saw(&mut self, seen: Result<Seen, String>, notice: Duration) {
+        match seen {
+            Ok(Seen::Silence(why)) => {
+                self.looked();
+                self.board.withdraw(self.source, why);
+            }
+            Ok(Seen::Notice { left, text }) => {
+                self.looked();
+                self.board.raise(self.source, left.unwrap_or(notice), &text);
+            }
+            Err(why) => self.failed(&why),
+        }
+    }
+}
+
+/// Ticks at once and then with at least `pause` between two.
+fn every(pause: Duration) -> Interval {
+    let mut ticks = tokio::time::interval(pause);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
 }
 
 /// Watches all sources of the configuration from now on, on the runtime's threads. Signals that are no notices, and that the job should have, come out of the channel.
@@ -198,8 +237,25 @@ pub fn watch(
 ) -> io::Result<mpsc::UnboundedReceiver<rustix::process::Signal>> {
     let _inside = runtime.enter();
     let for_the_job = signals::watch(config, board)?;
-    if let (true, Some(path)) = (config.sources.contains(&Source::File), &config.file) {
-        runtime.spawn(file::watch(path.clone(), config.clone(), board.clone()));
+    for source in &config.sources {
+        let (config, board) = (config.clone(), board.clone());
+        match source {
+            Source::File => {
+                // The configuration has it where the file is a source.
+                if let Some(path) = config.file.clone() {
+                    runtime.spawn(file::watch(path, config, board));
+                }
+            }
+            Source::Aws => drop(runtime.spawn(aws::watch(config, board))),
+            Source::Azure => drop(runtime.spawn(azure::watch(config, board))),
+            Source::Gcp => {
+                for watched in gcp::ALL {
+                    runtime.spawn(gcp::watch(watched, config.clone(), board.clone()));
+                }
+            }
+            // Signals are handled already, and the socket has a server of its own.
+            Source::Signals | Source::Socket => {}
+        }
     }
     Ok(for_the_job)
 }

@@ -62,6 +62,8 @@ pub struct Wanted {
     pub image: ImageRef,
     /// The process came up suspended on purpose: the image need not be of this very one.
     pub into_fresh: bool,
+    /// It came up on GPUs of this node, so the driver has none to move it from.
+    pub started_here: bool,
     /// Nothing is written to the store: the process is a copy beside the job, not its next life.
     pub read_only: bool,
     /// What to do while another writer saves the job.
@@ -167,7 +169,11 @@ fn put_back_chosen(
     failpoint::pass("restore:verified");
     let suspended_since = clock.enter(Phase::Restore);
     let process = (custody, suspended);
-    let loaded = bring_back(session, clock, &driver, process, image, &pairs, None)?;
+    let ways = Ways {
+        pairs: &pairs,
+        moves: !wanted.started_here,
+    };
+    let loaded = bring_back(session, clock, &driver, process, image, ways, None)?;
     Ok(Outcome {
         skipped: chosen.skipped.clone(),
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
@@ -189,7 +195,7 @@ pub(crate) fn bring_back(
     driver: &Arc<Driver>,
     (custody, suspended): (&Custody, CheckpointedProcess),
     image: &Image,
-    pairs: &[(GpuUuid, GpuUuid)],
+    ways: Ways<'_>,
     must_come_before: Option<&mut dyn FnMut() -> bool>,
 ) -> Result<Loaded, Failure> {
     if clock.phase() != Phase::Restore {
@@ -199,7 +205,7 @@ pub(crate) fn bring_back(
     let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
     let prepare = AssertUnwindSafe(|| {
-        let transfer = Transfer::prepare(session, driver, image, pairs, &point)?;
+        let transfer = Transfer::prepare(session, driver, image, ways.pairs, &point)?;
         failpoint::pass("restore:prepared");
         Ok(transfer)
     });
@@ -207,7 +213,7 @@ pub(crate) fn bring_back(
         .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()))
         .map_err(refused)?;
     custody.note(Step::Restore);
-    let run = AssertUnwindSafe(|| transfer.run(driver, suspended, pairs, &point));
+    let run = AssertUnwindSafe(|| transfer.run(driver, suspended, ways, &point));
     let done = catch_unwind(run)
         .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()));
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
@@ -260,6 +266,23 @@ pub(crate) fn bring_back(
     Ok(loaded)
 }
 
+/// From stored GPUs to those that are present.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ways<'a> {
+    /// Stored and present GPU; what is not named stays where it is.
+    pub(crate) pairs: &'a [(GpuUuid, GpuUuid)],
+    /// The process knows itself on the stored GPUs, and the driver has to move it.
+    pub(crate) moves: bool,
+}
+
+impl Ways<'_> {
+    /// Everything stays where it is.
+    pub(crate) const STAY: Self = Ways {
+        pairs: &[],
+        moves: false,
+    };
+}
+
 /// What must come before the process runs did not.
 #[derive(Debug, thiserror::Error)]
 #[error("process {pid} has its memory and stays locked")]
@@ -307,7 +330,7 @@ impl<'a> Transfer<'a> {
         self,
         driver: &Driver,
         suspended: CheckpointedProcess,
-        pairs: &[(GpuUuid, GpuUuid)],
+        ways: Ways<'_>,
         point: &PointOfNoReturn,
     ) -> Result<(RestoringProcess, Loaded), Box<dyn Error + Send + Sync>> {
         let (gpus, lanes) = (self.gpus, self.lanes);
@@ -326,7 +349,10 @@ impl<'a> Transfer<'a> {
             if !point.pass() {
                 return Err(PipelineError::Cancelled);
             }
-            let pairs = if is_identity(pairs) { &[] } else { pairs };
+            let pairs = match ways.moves && !is_identity(ways.pairs) {
+                true => ways.pairs,
+                false => &[],
+            };
             let call = "the driver's restore (cuCheckpointProcessRestore)";
             let process =
                 watchdog::watch(call, watchdog::USUAL, || suspended.begin_restore(pairs))?;

@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | settle, wait for another writer, open | not started | 200 + 2, 3, 4 or 10 |
 //! | choose: it is not proved that there is no image, or it cannot be restored | not started | 200 + 20 |
-//! | restore | its new process is ended; the image stays, and is `bad` after three times | 200 + 21 |
+//! | restore | its new process is ended; the image stays, and is `bad` after three runs | 200 + 21 |
 //! | watch | runs; it goes on without us if we are killed | its own |
 //! | a notice, and the save does not fit, or is refused | runs, and has the signal | its own |
 //! | a save that failed before BEGIN, or was given back | runs; tried again while there is time | its own |
@@ -17,7 +17,11 @@
 
 mod arming;
 mod desk;
+mod metrics;
 mod process;
+mod service;
+mod tally;
+mod whereabouts;
 
 use std::any::Any;
 use std::error::Error;
@@ -29,7 +33,7 @@ use rustix::process::Signal;
 use tokio::sync::{Mutex, mpsc};
 
 use crate::checkpoint::{self, Armed, Then};
-use crate::config::{DeadlinePolicy, Source};
+use crate::config::{DeadlinePolicy, JobName, Source};
 use crate::driver::ProcessState;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, ImageError, ImageRef, image_id};
@@ -40,22 +44,32 @@ use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Wanted};
 use crate::resume;
 use crate::session::Session;
-use crate::writer::random_hex;
+use crate::store::{Key, PutOutcome, Store, StoreError};
+use crate::upkeep;
+use crate::writer::{ProcessIdentity, now_ms, random_hex};
 
 pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
 pub use process::{JobProcess, Status};
+pub use tally::Ever;
 
 use arming::{Arming, WarmDriver, gpu_process};
 use desk::Desk;
+use whereabouts::Whereabouts;
 
-/// Restores of one image that may fail.
-const RESTORES: u32 = 3;
+/// Tries to restore one image in one run. What fails twice on a node may do well on another.
+const TRIES: u32 = 2;
+
+/// Runs that fail to restore an image before it is called `bad`, and an older one is taken.
+const FAILED_RUNS: u32 = 3;
 
 /// A job that ends badly so soon after a restore counts as one that was not restored.
-const SETTLES_WITHIN: Duration = Duration::from_millis(100);
+const SETTLES_WITHIN: Duration = Duration::from_secs(10);
 
 /// How long a process may take to die.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// What becomes of a notice is written down within this time, or not at all.
+const COUNTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Pause before a save that failed is tried again.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
@@ -70,6 +84,8 @@ pub enum End {
     Job(Status),
     /// It was saved, and then ended.
     Saved(Box<Outcome>),
+    /// A notice came before it was started.
+    NotStarted,
 }
 
 /// What a supervision works with.
@@ -84,6 +100,8 @@ pub struct Supervisor<'a> {
     show: &'a dyn Fn(&Session) -> Box<dyn Any>,
     desk: Desk,
     driver: WarmDriver,
+    /// The notice that is being dealt with, as the store knows it.
+    noted: Option<tokio::task::JoinHandle<Option<String>>>,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -130,6 +148,9 @@ struct Watch {
     /// Not before this moment.
     not_before: Option<Instant>,
     next_interval: Option<Instant>,
+    /// Seconds for which the last save in passing kept the job.
+    locked_before: Option<f64>,
+    pruning: Option<std::thread::JoinHandle<()>>,
 }
 
 impl<'a> Supervisor<'a> {
@@ -156,14 +177,27 @@ impl<'a> Supervisor<'a> {
                 Failure::new(code, Phase::Prepare, why)
             })?;
         }
-        Ok(Self {
+        let told = &session.config.metrics;
+        if let Some(address) = told.listen
+            && let Err(error) = metrics::serve(&session.runtime, address, &desk)
+        {
+            tracing::error!("metrics.listen = {address}: {error}");
+        }
+        if let Some(path) = &told.textfile {
+            metrics::write_now_and_then(&session.runtime, path, &desk);
+        }
+        service::begin(&session.runtime);
+        let supervisor = Self {
             session,
             board,
             for_the_job,
             show,
             desk,
             driver: WarmDriver::warm_up(),
-        })
+            noted: None,
+        };
+        supervisor.count_what_was_before();
+        Ok(supervisor)
     }
 
     /// Starts the job, or restores it, and stays with it until it ends.
@@ -186,10 +220,16 @@ impl<'a> Supervisor<'a> {
 
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
         self.must_be_restorable()?;
+        self.must_not_run_already()?;
         self.settle();
         self.open_the_job()?;
+        if self.board.standing().earliest().is_some() {
+            // Whatever there is in the store is all that there is.
+            self.give_up_the_job();
+            return Ok(End::NotStarted);
+        }
         match self.begin(program, args) {
-            Ok(job) => self.watch_over(&job),
+            Ok((job, from)) => self.watch_over(&job, from.as_ref()),
             Err(failure) => {
                 self.give_up_the_job();
                 Err(failure)
@@ -202,15 +242,73 @@ impl<'a> Supervisor<'a> {
         let job = JobProcess::find(pid)
             .map_err(|error| Failure::new(ExitCode::NothingToSave, Phase::Prepare, error))?;
         self.open_the_job()?;
-        self.watch_over(&job)
+        self.watch_over(&job, None)
+    }
+
+    /// In the background: the store has the counts of earlier lives.
+    fn count_what_was_before(&self) {
+        let store = Arc::clone(&self.session.store_for_clean_up);
+        let (job, reporter) = (self.session.config.job.clone(), self.desk.reporter());
+        self.session.runtime.spawn(async move {
+            match tally::ever(&*store, &job).await {
+                Ok(ever) => reporter.send_modify(|report| report.ever = ever),
+                Err(error) => {
+                    tracing::debug!("earlier notices are not known: {}", one_line(&error))
+                }
+            }
+        });
+    }
+
+    /// Writes down that there is a notice, beside its save.
+    fn note(&mut self, notice: &Notice) {
+        if self.noted.is_some() {
+            return;
+        }
+        let store = Arc::clone(&self.session.store_for_clean_up);
+        let (job, notice) = (self.session.config.job.clone(), notice.clone());
+        self.noted = Some(self.session.runtime.spawn(async move {
+            let heard = tally::heard(&*store, &job, &notice).await;
+            heard
+                .inspect_err(|error| {
+                    tracing::warn!("the notice is not counted: {}", one_line(error))
+                })
+                .ok()
+        }));
+    }
+
+    /// Writes down what became of it, and tells whoever brought it.
+    fn tell_verdict(&mut self, verdict: Verdict) {
+        if let Some(noted) = self.noted.take() {
+            let store = Arc::clone(&self.session.store_for_clean_up);
+            let job = &self.session.config.job;
+            let telling = async {
+                if let Ok(Some(nonce)) = noted.await {
+                    tally::over(&*store, job, &nonce, &verdict).await?;
+                }
+                Ok::<_, StoreError>(())
+            };
+            let told = self
+                .session
+                .wait(async { tokio::time::timeout(COUNTED_WITHIN, telling).await });
+            if !matches!(told, Ok(Ok(()))) {
+                tracing::warn!("what became of the notice is not counted");
+            }
+        }
+        self.desk.conclude(verdict);
     }
 
     /// Whoever has brought a notice hears what became of it.
-    fn conclude(&self, ended: Result<End, Failure>) -> Result<End, Failure> {
+    fn conclude(&mut self, ended: Result<End, Failure>) -> Result<End, Failure> {
         self.desk.report(|report| report.doing = Doing::Ended);
-        self.desk.conclude(match &ended {
+        service::end();
+        self.tell_verdict(match &ended {
             Ok(End::Saved(outcome)) => Verdict {
                 image: Some(outcome.image.clone()),
+                ..Verdict::default()
+            },
+            Ok(End::NotStarted) => Verdict {
+                exit_code: ExitCode::NothingToSave.code(),
+                cause: vec!["the job was not started".to_owned()],
                 ..Verdict::default()
             },
             Ok(End::Job(status)) => Verdict {
@@ -220,6 +318,11 @@ impl<'a> Supervisor<'a> {
             },
             Err(failure) => verdict_of(failure),
         });
+        if let Some(path) = &self.session.config.metrics.textfile
+            && let Err(error) = metrics::write(path, &self.desk.teller()())
+        {
+            tracing::warn!("metrics.textfile: {error}");
+        }
         self.session.wait(self.desk.close());
         ended
     }
@@ -232,6 +335,18 @@ impl<'a> Supervisor<'a> {
         }
         let why = "an image of GPU memory alone cannot be restored when the job's process is gone: set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
         Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
+    }
+
+    /// An earlier run that was killed has left the job running here.
+    fn must_not_run_already(&self) -> Result<(), Failure> {
+        let Some(job) = Whereabouts::of(&self.session.config).left_behind() else {
+            return Ok(());
+        };
+        let pid = job.pid;
+        let why = format!(
+            "process {pid} of this job runs on this node already; where nobody watches over it any more, `ckptstream watch --pid {pid}` takes it over, and to have it restored instead it is to be ended first"
+        );
+        Err(Failure::new(ExitCode::NotOurs, Phase::Prepare, why))
     }
 
     /// What earlier runs have left on this node comes first: it may be newer than all that is in the store.
@@ -284,10 +399,7 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Something to do with the job's log.
-    fn with_ours<T>(
-        &self,
-        deed: impl AsyncFn(&mut Ownership, &dyn crate::store::Store) -> T,
-    ) -> Option<T> {
+    fn with_ours<T>(&self, deed: impl AsyncFn(&mut Ownership, &dyn Store) -> T) -> Option<T> {
         let ours = self.session.ours.as_ref()?;
         let store = &*self.session.store_for_clean_up;
         Some(self.session.wait(async {
@@ -296,19 +408,24 @@ impl<'a> Supervisor<'a> {
         }))
     }
 
-    /// The job's process: restored where there is an image, started where it is proved that there is none.
-    fn begin(&self, program: &OsString, args: &[OsString]) -> Result<JobProcess, Failure> {
-        let mut tries_left = RESTORES;
+    /// The job's process: restored where there is an image, which comes with it, started where it is proved that there is none.
+    fn begin(
+        &self,
+        program: &OsString,
+        args: &[OsString],
+    ) -> Result<(JobProcess, Option<Image>), Failure> {
+        let mut tries_left = TRIES;
         loop {
             let Some(image) = self.newest()? else {
                 tracing::warn!("starting the job: it has no image");
-                return JobProcess::start(program, args).map_err(|error| {
+                let started = JobProcess::start(program, args).map_err(|error| {
                     let why = format!("{} cannot be started: {error}", program.display());
                     Failure::new(ExitCode::Preflight, Phase::Prepare, why)
                 });
+                return Ok((started?, None));
             };
             let failure = match self.restored(&image) {
-                Ok(job) => return Ok(job),
+                Ok(job) => return Ok((job, Some(image))),
                 Err(failure) => failure,
             };
             if failure.code != ExitCode::RestoreFailed {
@@ -321,33 +438,48 @@ impl<'a> Supervisor<'a> {
                 image_id(image.generation)
             );
             if tries_left == 0 {
-                self.call_bad(&image, failure)?;
-                tries_left = RESTORES;
+                self.count_failed_run(&image, failure, &why)?;
+                tries_left = TRIES;
             }
         }
     }
 
-    /// Nobody restores it any more; the one before it is the newest now.
-    fn call_bad(&self, image: &Image, failure: Failure) -> Result<(), Failure> {
+    /// The third run that fails says in the log that the image is bad, and takes the one before it. Every other one ends with the failure.
+    fn count_failed_run(
+        &self,
+        image: &Image,
+        mut failure: Failure,
+        why: &str,
+    ) -> Result<(), Failure> {
         let generation = image.generation;
-        let told = self.with_ours(async |ours, store| {
+        let counted = self.with_ours(async |ours, store| {
+            let job = &self.session.config.job;
+            let number = failed_run(store, job, &image.attempt, why).await?;
+            if number < FAILED_RUNS {
+                return Ok(number);
+            }
             ours.must_be_ours(store).await?;
-            ours.call_bad(store, generation).await
+            ours.call_bad(store, generation).await?;
+            Ok::<_, Box<dyn Error + Send + Sync>>(number)
         });
-        match told {
-            Some(Err(error)) => {
-                let mut failure = failure;
-                failure.attached.push(one_line(&error));
-                Err(failure)
-            }
-            _ => {
-                let id = image_id(generation);
+        let id = image_id(generation);
+        match counted {
+            Some(Ok(FAILED_RUNS)) => {
                 tracing::error!(
-                    "image {id} failed to restore {RESTORES} times, and is not tried any more"
+                    "image {id} failed to restore in {FAILED_RUNS} runs, and is not tried any more"
                 );
-                Ok(())
+                return Ok(());
             }
+            Some(Ok(number)) => failure.notes.push(format!(
+                "image {id} failed to restore in {number} of {FAILED_RUNS} runs; start the job again, on another node if need be"
+            )),
+            Some(Err(error)) => failure.attached.push(format!(
+                "that image {id} failed to restore was not written down: {}",
+                one_line(error.as_ref())
+            )),
+            None => {}
         }
+        Err(failure)
     }
 
     /// The image that the job goes on from, or the proof that there is none.
@@ -388,10 +520,6 @@ impl<'a> Supervisor<'a> {
             ))
         })?;
         let restored = self.restore_into(&job);
-        let restored = match restored {
-            Ok(()) => self.settles(&job),
-            Err(failure) => Err(failure),
-        };
         if restored.is_err() && !job.end(ENDS_WITHIN) {
             tracing::error!("process {} does not end", job.pid);
         }
@@ -405,6 +533,7 @@ impl<'a> Supervisor<'a> {
         let wanted = Wanted {
             image: ImageRef::Latest,
             into_fresh: true,
+            started_here: true,
             read_only: false,
             while_saved: WhileSaved::Wait,
         };
@@ -445,21 +574,24 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// A job that ends badly as soon as it has its memory was not restored.
-    fn settles(&self, job: &JobProcess) -> Result<(), Failure> {
-        let ended = self
-            .session
-            .wait(async { tokio::time::timeout(SETTLES_WITHIN, job.ended()).await });
-        match ended {
-            Ok(status) if status != Status::Exited(0) => {
-                let why = format!("the job {status} as soon as it was restored");
-                Err(Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why))
-            }
-            _ => Ok(()),
+    fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
+        let restored_at = Instant::now();
+        let whereabouts = Whereabouts::of(&self.session.config);
+        whereabouts.note(job.pid);
+        let ended = self.watch_until_the_end(job, from, restored_at);
+        // A job that was left as it is stays where it is.
+        if job.status().is_some() || ended.is_ok() {
+            whereabouts.forget();
         }
+        ended
     }
 
-    fn watch_over(&mut self, job: &JobProcess) -> Result<End, Failure> {
+    fn watch_until_the_end(
+        &mut self,
+        job: &JobProcess,
+        from: Option<&Image>,
+        restored_at: Instant,
+    ) -> Result<End, Failure> {
         let interval = self.session.config.run.interval;
         let next_interval = move || interval.map(|interval| Instant::now() + interval);
         let mut watch = Watch {
@@ -468,14 +600,23 @@ impl<'a> Supervisor<'a> {
             refused: 0,
             not_before: None,
             next_interval: next_interval(),
+            locked_before: None,
+            pruning: None,
         };
         self.desk.report(|report| report.job_pid = Some(job.pid));
+        service::ready();
         loop {
             self.desk.report(|report| report.doing = Doing::Watching);
             match self.next_event(job, &watch) {
                 Event::Ended(status) => {
                     watch.arming.stand_down();
-                    return Ok(self.ended_by_itself(status));
+                    let from = from.filter(|_| restored_at.elapsed() < SETTLES_WITHIN);
+                    return match (from, status) {
+                        (Some(image), Status::Exited(1..) | Status::Signalled(_)) => {
+                            Err(self.did_not_settle(image, status))
+                        }
+                        _ => Ok(self.ended_by_itself(status)),
+                    };
                 }
                 Event::Signal(signal) => job.signal(signal),
                 Event::Tend => {
@@ -485,6 +626,7 @@ impl<'a> Supervisor<'a> {
                 }
                 Event::Notice(notice) => {
                     let raised = self.board.standing().raised();
+                    self.note(&notice);
                     let saved = self.save_for(&notice, job, &mut watch);
                     self.count(&saved);
                     match saved {
@@ -506,7 +648,7 @@ impl<'a> Supervisor<'a> {
                                 &failure,
                             );
                             watch.refused = raised;
-                            self.desk.conclude(verdict_of(&failure));
+                            self.tell_verdict(verdict_of(&failure));
                             job.signal(Signal::TERM);
                         }
                         Saved::Stuck(failure) => return Err(failure),
@@ -517,6 +659,20 @@ impl<'a> Supervisor<'a> {
                     self.save_in_passing(job, &mut watch)?;
                 }
             }
+        }
+    }
+
+    /// A job that ends badly as soon as it has its memory was not restored: that counts against the image.
+    fn did_not_settle(&self, image: &Image, status: Status) -> Failure {
+        let id = image_id(image.generation);
+        let why = format!(
+            "the job {status} within {SETTLES_WITHIN:?} after it was restored from image {id}"
+        );
+        let failure = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why.clone());
+        let is_bad = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why.clone());
+        match self.count_failed_run(image, failure, &why) {
+            Ok(()) => is_bad,
+            Err(failure) => failure,
         }
     }
 
@@ -596,11 +752,19 @@ impl<'a> Supervisor<'a> {
             }
         });
         let shown = (self.show)(&session);
+        let waited = notice.heard_at.elapsed().as_secs_f64();
         let saved = prepared.save(Some(deadline), Then::Suspend);
         follow.abort();
         drop(shown);
         match saved {
             Ok(outcome) => {
+                let prepare = outcome.seconds.iter();
+                let prepare = prepare.filter(|it| it.phase == Phase::Prepare);
+                let prepare: f64 = prepare.map(|it| it.seconds).sum();
+                self.desk.report(|report| {
+                    report.notice_to_lock_seconds = waited + prepare;
+                    report.notice_to_commit_seconds = notice.heard_at.elapsed().as_secs_f64();
+                });
                 watch.remember(&outcome);
                 Saved::Committed(Box::new(outcome))
             }
@@ -671,6 +835,11 @@ impl<'a> Supervisor<'a> {
 
     /// A save after which the job goes on.
     fn save_in_passing(&self, job: &JobProcess, watch: &mut Watch) -> Result<(), Failure> {
+        if let Some(why) = self.takes_too_much(watch) {
+            tracing::warn!("the save in passing is skipped: {why}");
+            self.desk.report(|report| report.saves_skipped += 1);
+            return Ok(());
+        }
         self.desk.report(|report| report.doing = Doing::Saving);
         let long = Instant::now() + Duration::from_secs(3600);
         let saved = match self.prepared(job, watch, long) {
@@ -686,6 +855,8 @@ impl<'a> Supervisor<'a> {
         let saved = match saved {
             Ok(outcome) => {
                 watch.remember(&outcome);
+                watch.locked_before = Some(outcome.seconds_locked);
+                self.prune(watch);
                 tracing::info!("image {} is committed, and the job runs on", outcome.image);
                 Saved::Committed(Box::new(outcome))
             }
@@ -705,10 +876,47 @@ impl<'a> Supervisor<'a> {
         }
     }
 
+    /// Why the next save would take more of the job's time than it may.
+    fn takes_too_much(&self, watch: &Watch) -> Option<String> {
+        let run = &self.session.config.run;
+        let (interval, locked) = (run.interval?, watch.locked_before?);
+        let share = 100.0 * locked / (interval.as_secs_f64() + locked);
+        (share > f64::from(run.interval_share)).then(|| {
+            format!(
+                "the last one kept the job for {locked:.1} s, which is {share:.0} % of its time with one every {interval:?}, and {} % are allowed (job.interval, job.interval_share)",
+                run.interval_share
+            )
+        })
+    }
+
+    /// Old images go, in the background. What fails is told, and no more.
+    fn prune(&self, watch: &mut Watch) {
+        if watch
+            .pruning
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished())
+        {
+            return;
+        }
+        let session = self.session.for_one_transfer(None);
+        let pruning = std::thread::Builder::new().name("prune".to_owned());
+        let pruning = pruning.spawn(move || {
+            if let Err(failure) = upkeep::prune(&session, false) {
+                let why = one_line(failure.cause.as_ref());
+                tracing::warn!("old images were not pruned: {why}");
+            }
+        });
+        watch.pruning = pruning.ok();
+    }
+
     fn count(&self, saved: &Saved) {
         self.desk.report(|report| match saved {
             Saved::Committed(outcome) => {
                 report.saves_committed += 1;
+                report.seconds_locked += outcome.seconds_locked;
+                report.bytes_raw += outcome.bytes.raw;
+                report.bytes_stored += outcome.bytes.stored;
+                report.retries += outcome.retries;
                 report.image = Some(outcome.image.clone());
                 report.last_failure = None;
             }
@@ -780,6 +988,29 @@ impl Watch {
             self.rate = Some(raw / seconds);
         }
     }
+}
+
+/// Notes beside an image that a run failed to restore it. Which run it is, from 1 to [`FAILED_RUNS`].
+async fn failed_run(
+    store: &dyn Store,
+    job: &JobName,
+    attempt: &str,
+    why: &str,
+) -> Result<u32, Box<dyn Error + Send + Sync>> {
+    for number in 1..FAILED_RUNS {
+        let relative = format!("data/{attempt}/restore-failed-{number}.json");
+        let key = Key::of_job(job, &relative)?;
+        let note = serde_json::json!({
+            "why": why,
+            "by": ProcessIdentity::ours()?,
+            "created_ms": now_ms(),
+        });
+        let put = store.put_if_absent(&key, note.to_string().into());
+        if put.await? == PutOutcome::Created {
+            return Ok(number);
+        }
+    }
+    Ok(FAILED_RUNS)
 }
 
 fn verdict_of(failure: &Failure) -> Verdict {

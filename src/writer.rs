@@ -31,7 +31,14 @@ impl ProcessIdentity {
     /// # Errors
     /// [`TargetError`] where `/proc` cannot be read.
     pub fn ours() -> Result<Self, TargetError> {
-        let pid = std::process::id();
+        Self::of(std::process::id())
+    }
+
+    /// A process of our pid namespace.
+    ///
+    /// # Errors
+    /// [`TargetError`] where it has ended, or cannot be looked at.
+    pub fn of(pid: u32) -> Result<Self, TargetError> {
         Ok(Self {
             host: host_name(),
             boot_id: boot_id()?,

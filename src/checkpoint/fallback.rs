@@ -24,7 +24,7 @@ use crate::failpoint;
 use crate::job_log::JobLog;
 use crate::journal::Step;
 use crate::phases::PhaseClock;
-use crate::restore;
+use crate::restore::{self, Ways};
 use crate::resume::upload_sealed;
 use crate::sealed::Sealed;
 use crate::session::Session;
@@ -85,7 +85,7 @@ pub(super) fn sealed(
                 driver,
                 process,
                 &save.image,
-                &[],
+                Ways::STAY,
                 Some(&mut unseal),
             );
             match given {
@@ -250,11 +250,18 @@ pub(super) fn upload_afterwards(
         (Ok(suspended), Then::Resume) => {
             let reading = spill.session(session);
             let process = (around.custody, suspended);
-            restore::bring_back(&reading, clock, driver, process, &save.image, &[], None).map(
-                |_loaded| Afterwards::Runs {
-                    since: Instant::now(),
-                },
+            restore::bring_back(
+                &reading,
+                clock,
+                driver,
+                process,
+                &save.image,
+                Ways::STAY,
+                None,
             )
+            .map(|_loaded| Afterwards::Runs {
+                since: Instant::now(),
+            })
         }
         (Err(error), _) => Err(lost(driver, target, Phase::Complete, error.into())),
     };

@@ -248,6 +248,7 @@ impl Run<'_> {
                 let wanted = restore::Wanted {
                     image: command.image.image,
                     into_fresh: command.into_fresh,
+                    started_here: false,
                     read_only: command.read_only,
                     while_saved: command.while_saved.wanted(),
                 };

@@ -37,6 +37,13 @@ impl Run<'_> {
         }
         match self.supervised() {
             Ok((End::Job(status), _)) => Exit::from(status.code()),
+            Ok((End::NotStarted, requeue)) => {
+                self.tell(&format!(
+                    "ckptstream {}: the node goes away, so the job was not started; exit {requeue}: start it again",
+                    self.args.command.name()
+                ));
+                Exit::from(requeue)
+            }
             Ok((End::Saved(outcome), requeue)) => {
                 self.tell(&format!(
                     "ckptstream {}: image {} of job {} is committed, and the job was ended; exit {requeue}: start it again",

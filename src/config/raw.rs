@@ -30,6 +30,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "requeue_exit_code",
             "allow_gpu_only",
             "interval",
+            "interval_share",
         ],
     ),
     (
@@ -73,6 +74,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "azure_vm",
         ],
     ),
+    ("metrics", &["listen", "textfile"]),
 ];
 
 /// Names under which people write credentials into files. They come from the SDK's chain only.
@@ -116,6 +118,8 @@ pub struct RawConfig {
     pub retention: RawRetention,
     /// `[preempt]`
     pub preempt: RawPreempt,
+    /// `[metrics]`
+    pub metrics: RawMetrics,
 }
 
 /// `[job]` as written.
@@ -136,6 +140,18 @@ pub struct RawJob {
     pub allow_gpu_only: Option<bool>,
     /// Time.
     pub interval: Option<String>,
+    /// Per cent.
+    pub interval_share: Option<i64>,
+}
+
+/// `[metrics]` as written.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RawMetrics {
+    /// `address:port`.
+    pub listen: Option<String>,
+    /// Absolute path of a file.
+    pub textfile: Option<String>,
 }
 
 /// `[store]` as written. Sizes and times are text with a unit.
@@ -524,7 +540,7 @@ mod tests {
                 let value = match (*table, *key) {
                     ("driver", "gpu_map") => "{}",
                     (_, "parallelism" | "threads" | "keep") => "1",
-                    (_, "requeue_exit_code") => "75",
+                    (_, "requeue_exit_code" | "interval_share") => "75",
                     (_, "sign_payload" | "allow_gpu_only") => "true",
                     (_, "restore_command" | "sources" | "signals") => "[\"x\"]",
                     _ => "\"x\"",

@@ -2,12 +2,13 @@
 //!
 //! In: the two tables as written. Out: checked values. What can fail: a value out of range, a source without what it needs; the error names the key.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::raw::{RawJob, RawPreempt};
+use super::raw::{RawJob, RawMetrics, RawPreempt};
 use super::value::{self, Setting};
 use super::{ConfigError, StoreTimes};
 
@@ -24,6 +25,32 @@ pub struct RunConfig {
     pub allow_gpu_only: bool,
     /// Time between two saves without a notice; `None` saves on notices only.
     pub interval: Option<Duration>,
+    /// Of the job's time, in per cent, that these saves may take.
+    pub interval_share: u32,
+}
+
+/// Where `run` and `watch` tell how they do (`[metrics]`).
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct MetricsConfig {
+    /// Address on which Prometheus finds them.
+    pub listen: Option<SocketAddr>,
+    /// File that a node exporter reads.
+    pub textfile: Option<PathBuf>,
+}
+
+impl MetricsConfig {
+    pub(super) fn resolve(raw: &RawMetrics) -> Result<Self, ConfigError> {
+        let listen = Setting::file("metrics.listen", raw.listen.as_deref());
+        let listen = listen.map(|text| {
+            let address = text.value.parse().ok();
+            address.ok_or_else(|| text.invalid("an address and a port, such as \"127.0.0.1:9400\""))
+        });
+        let textfile = Setting::file("metrics.textfile", raw.textfile.as_deref());
+        Ok(Self {
+            listen: listen.transpose()?,
+            textfile: textfile.map(|text| text.file_path()).transpose()?,
+        })
+    }
 }
 
 /// Who says that the node goes away, and what is done then (`[preempt]`).
@@ -151,6 +178,8 @@ impl RunConfig {
             requeue_exit_code: code.and_then(|code| u8::try_from(code).ok()).unwrap_or(75),
             allow_gpu_only: raw.allow_gpu_only.unwrap_or(false),
             interval: time("job.interval", raw.interval.as_deref(), 1, 30 * day)?,
+            interval_share: value::count("job.interval_share", raw.interval_share, 1, 100)?
+                .unwrap_or(10),
         })
     }
 }

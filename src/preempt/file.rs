@@ -18,8 +18,7 @@ const LEN_MAX: u64 = 1024;
 /// Looks for ever.
 pub(super) async fn watch(path: PathBuf, config: PreemptConfig, board: Board) {
     let mut sight = Sight::new(&board, SOURCE);
-    let mut ticks = tokio::time::interval(config.poll);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut ticks = super::every(config.poll);
     loop {
         ticks.tick().await;
         let looking = path.clone();

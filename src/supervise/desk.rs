@@ -17,6 +17,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::tally::Ever;
 use crate::error::Phase;
 use crate::preempt::Board;
 
@@ -84,6 +85,22 @@ pub struct Report {
     pub saves_committed: u64,
     /// Saves that failed so far.
     pub saves_failed: u64,
+    /// Saves without a notice that were skipped so far.
+    pub saves_skipped: u64,
+    /// Seconds for which the job stood still so far.
+    pub seconds_locked: f64,
+    /// Seconds from the last notice to the driver's lock.
+    pub notice_to_lock_seconds: f64,
+    /// Seconds from the last notice to the end of its save.
+    pub notice_to_commit_seconds: f64,
+    /// Bytes of GPU memory that were saved so far.
+    pub bytes_raw: u64,
+    /// Bytes that they took in the store.
+    pub bytes_stored: u64,
+    /// Store requests that were tried again so far.
+    pub retries: u64,
+    /// Notices of all lives of the job.
+    pub ever: Ever,
     /// The newest image of this supervision.
     pub image: Option<String>,
     /// Why the last save failed, if it did.
@@ -214,6 +231,17 @@ impl Desk {
             }
         });
         Ok(())
+    }
+
+    /// What tells of it at any time.
+    pub(super) fn teller(&self) -> impl Fn() -> Report + Clone + Send + Sync + 'static {
+        let shared = self.shared.clone();
+        move || shared.told()
+    }
+
+    /// To change what is told from elsewhere.
+    pub(super) fn reporter(&self) -> Arc<watch::Sender<Report>> {
+        Arc::clone(&self.shared.report)
     }
 
     /// Changes what `status` tells.

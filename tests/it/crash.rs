@@ -135,6 +135,8 @@ impl Ground {
         let seen = target.kill();
         assert!(!seen.is_empty(), "it printed no digest");
         let Undisturbed { target, lines } = &mut *self.undisturbed.borrow_mut();
+        // It would take a share of the processors all the time.
+        target.signal("CONT");
         for line in seen {
             let step = usize::try_from(step_of(&line)).expect("few steps");
             while lines.len() <= step {
@@ -142,6 +144,7 @@ impl Ground {
             }
             assert_eq!(line, lines[step]);
         }
+        target.signal("STOP");
     }
 }
 
@@ -206,6 +209,10 @@ fn save(ground: &Ground, death: Death) {
     let is_entered = stage_of(death) == "complete" || death.point == "commit:entered";
     assert_eq!(count, 1 + usize::from(is_entered), "{death:?}: {run:?}");
     if death.is_kill() {
+        if stage_of(death) == "lock" {
+            // Its guard lets it go, before anybody comes with `recover`.
+            ground.scene.must_compute_on(&mut target);
+        }
         must_be_recovered(ground, &job, death, is_entered, &target);
     }
     // All that needed the store was done by then.

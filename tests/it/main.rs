@@ -22,6 +22,8 @@ mod golden;
 mod matrix;
 /// The memory budget, held against what the kernel counts.
 mod memory;
+/// Notices of pre-emption from metadata servers.
+mod notices;
 /// The order of events, as the driver and the store see it.
 mod order;
 /// Who may have what.

@@ -1,4 +1,4 @@
-//! What ckptstream is tested with, in one binary: `testkit s3` serves S3 with scripted faults, `testkit target` is a training job.
+//! What ckptstream is tested with, in one binary: `testkit s3` serves S3 and `testkit metadata` what clouds tell their machines, both with scripted faults; `testkit target` is a training job.
 //!
 //! In: a command line. Out: a ready line on standard output, then the subcommand's own work until it is told to stop.
 //! The binary never links libcuda; only `testkit target` looks for it, at run time.
@@ -7,7 +7,12 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod log;
+mod metadata;
+mod rule;
 mod s3;
+mod script;
+mod server;
 mod target;
 mod units;
 
@@ -22,6 +27,8 @@ struct Cli {
 enum Command {
     /// Serve S3 on a local address, with scripted faults and a request log
     S3(s3::Args),
+    /// Serve the metadata of EC2, Compute Engine and Azure on a local address, with scripted faults and a request log
+    Metadata(metadata::Args),
     /// Run an emulated training job whose whole state lives in GPU memory
     Target(target::Args),
 }
@@ -29,6 +36,7 @@ enum Command {
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::S3(args) => s3::run(args),
+        Command::Metadata(args) => metadata::run(args),
         Command::Target(args) => target::run(&args),
     }
 }

@@ -4,6 +4,7 @@
 //! Each test has its own of all four, so that tests run at the same time. All processes end when their value is dropped.
 
 pub(crate) mod ckptstream;
+pub(crate) mod metadata_server;
 pub(crate) mod node;
 pub(crate) mod process;
 pub(crate) mod python;
@@ -12,6 +13,7 @@ pub(crate) mod scene;
 pub(crate) mod target;
 
 pub(crate) use ckptstream::{Ckptstream, Run};
+pub(crate) use metadata_server::MetadataServer;
 pub(crate) use node::Node;
 pub(crate) use s3_server::S3Server;
 pub(crate) use target::{Target, step_of};

@@ -50,31 +50,16 @@ impl S3Server {
         let log = dir.path().join("requests.jsonl");
         let rules = dir.path().join("rules.json");
         std::fs::write(&rules, "[]").expect("the rules file");
-        let program = testkit();
-        let mut child = Command::new(&program)
+        let mut command = Command::new(testkit());
+        command
             .args(["s3", "--addr", "127.0.0.1:0", "--bucket", BUCKET])
             .arg("--rules")
             .arg(&rules)
             .arg("--log")
             .arg(&log)
             .args(extra_args)
-            .envs(ENVIRONMENT)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap_or_else(|error| {
-                panic!(
-                    "cannot start {}: {error}; build it with `cargo build -p testkit`, or set TESTKIT_BIN",
-                    program.display()
-                )
-            });
-        let mut line = String::new();
-        let stdout = child.stdout.take().expect("piped");
-        BufReader::new(stdout)
-            .read_line(&mut line)
-            .expect("the server's first line");
-        let endpoint = line.trim().strip_prefix("listening ").map(str::to_owned);
-        let endpoint = endpoint.unwrap_or_else(|| panic!("testkit s3 said {line:?}"));
+            .envs(ENVIRONMENT);
+        let (child, endpoint) = serve(&mut command);
         Self {
             child,
             endpoint,
@@ -83,7 +68,6 @@ impl S3Server {
             dir,
         }
     }
-
     /// Puts rules in force from the next request on, counted anew.
     pub(crate) fn set_rules(&self, rules: &serde_json::Value) {
         // A new file under the same name: the server never sees half of one.
@@ -116,6 +100,27 @@ impl Drop for S3Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Starts a server of `testkit`; gives it, when it is ready, with its `http://127.0.0.1:PORT`.
+pub(crate) fn serve(command: &mut Command) -> (Child, String) {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap_or_else(|error| {
+            panic!(
+                "cannot start {command:?}: {error}; build it with `cargo build -p testkit`, or set TESTKIT_BIN"
+            )
+        });
+    let mut line = String::new();
+    let stdout = child.stdout.take().expect("piped");
+    BufReader::new(stdout)
+        .read_line(&mut line)
+        .expect("the server's first line");
+    let endpoint = line.trim().strip_prefix("listening ").map(str::to_owned);
+    let endpoint = endpoint.unwrap_or_else(|| panic!("{command:?} said {line:?}"));
+    (child, endpoint)
 }
 
 /// `TESTKIT_BIN`, else the program that lies beside the folder of this test's own.

@@ -123,6 +123,16 @@ impl Scene {
         });
     }
 
+    /// Entries of a job's log, which has less than a hundred.
+    pub(crate) fn log_len(&self, job: &str) -> u64 {
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        let listed = runtime.block_on(async {
+            let store = self.store().await;
+            store.list(&format!("{job}/log/")).await
+        });
+        listed.expect("the server runs").len() as u64
+    }
+
     /// A running target.
     pub(crate) fn target(&self) -> Target {
         Target::start(&self.node, TARGET)

@@ -14,12 +14,14 @@ use s3s::Body;
 use s3s::service::S3Service;
 
 use super::body::{BodyFaultKind, FaultyResponse, RequestBody};
-use super::log::{Log, Record};
+use super::line::Line;
 use super::null;
 use super::op::Target;
-use super::rule_file::{Action, Reply};
+use super::rule_file::Action;
 use super::rules::Rules;
 use super::wire::Connection;
+use crate::log::{Log, Record};
+use crate::rule::{Reply, set_headers, sleep};
 
 /// Most body bytes that are read off after the S3 layer has refused a request without reading it.
 const DRAIN_LEN_MAX: u64 = 64 << 20;
@@ -51,7 +53,7 @@ impl Front {
     ) -> Result<Response<Body>, Dropped> {
         let (head, incoming) = req.into_parts();
         let target = Target::of(&head.method, &head.uri, &head.headers);
-        let mut record = self.log.begin(&head.method, &target);
+        let mut record = self.log.begin(Line::new(&head.method, &target));
         note_headers(&mut record, &head.headers);
         let (fault, action) = self.rules.decide(&target, &head.headers).unzip();
         record.line.fault = fault;
@@ -94,7 +96,7 @@ impl Front {
         mut body: RequestBody<Incoming>,
         target: &Target,
         action: Option<&Action>,
-        record: &mut Record,
+        record: &mut Record<Line>,
         connection: &Connection,
     ) -> Result<Response<Body>, Dropped> {
         let Some(action) = action else {
@@ -130,7 +132,7 @@ impl Front {
         sleep(action.delay_after).await;
         let applied = answer.as_ref().map(|answer| answer.status().as_u16());
         let mut response = match (&action.reply, answer) {
-            (Reply::Store, Some(answer)) => answer,
+            (Reply::Usual, Some(answer)) => answer,
             (Reply::Fixed { status, body }, _) => {
                 record.line.applied = applied;
                 fixed(*status, body, target)
@@ -140,17 +142,12 @@ impl Front {
                 connection.peer_gone().await;
                 return Err(Dropped::ByRule);
             }
-            (Reply::Drop, _) | (Reply::Store, None) => {
+            (Reply::Drop, _) | (Reply::Usual, None) => {
                 record.line.applied = applied;
                 return Err(Dropped::ByRule);
             }
         };
-        for (name, value) in &action.headers {
-            response.headers_mut().remove(name);
-            if let Some(value) = value {
-                response.headers_mut().insert(name, value.clone());
-            }
-        }
+        set_headers(response.headers_mut(), &action.headers);
         if action
             .on_response
             .is_some_and(|fault| fault.kind == BodyFaultKind::Short)
@@ -183,7 +180,7 @@ impl Front {
     }
 }
 
-fn note_headers(record: &mut Record, headers: &HeaderMap) {
+fn note_headers(record: &mut Record<Line>, headers: &HeaderMap) {
     record.line.if_none_match = headers
         .contains_key(http::header::IF_NONE_MATCH)
         .then_some(true);
@@ -191,12 +188,6 @@ fn note_headers(record: &mut Record, headers: &HeaderMap) {
         .get(http::header::RANGE)
         .and_then(|value| value.to_str().ok())
         .map(str::to_owned);
-}
-
-async fn sleep(delay: Option<std::time::Duration>) {
-    if let Some(delay) = delay {
-        tokio::time::sleep(delay).await;
-    }
 }
 
 fn fixed(status: StatusCode, body: &str, target: &Target) -> Response<Body> {

@@ -7,27 +7,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use http::{HeaderMap, HeaderName};
 use serde::Deserialize;
 
 use super::body::{BodyFault, BodyFaultKind};
 use super::op::{self, Target};
 use super::store::Hints;
-
-/// Longest delay: an hour is beyond any test, and keeps time arithmetic in range.
-const DELAY_MS_MAX: u64 = 3_600_000;
-
-/// Why a text is not a list of rules.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum FormatError {
-    #[error("it is not a list of rules")]
-    Json(#[from] serde_json::Error),
-    #[error("rule {index}, counted from 0: {reason}")]
-    Rule { index: usize, reason: String },
-}
+use crate::rule::{self, Counted, RawWhen, Reply, SetHeaders, delay, header_name};
+use crate::script::FormatError;
 
 /// Reads a list of rules.
-pub(super) fn parse(text: &[u8]) -> Result<Vec<Rule>, FormatError> {
+pub(super) fn parse(text: &[u8]) -> Result<Vec<Counted<Rule>>, FormatError> {
     let raw: Vec<RawRule> = serde_json::from_slice(text)?;
     raw.into_iter()
         .enumerate()
@@ -117,18 +107,6 @@ enum Side {
     Response,
 }
 
-/// What is answered.
-pub(super) enum Reply {
-    /// Whatever the store answers.
-    Store,
-    /// This status and body. The body is XML for S3 errors, or anything at all.
-    Fixed { status: StatusCode, body: String },
-    /// Nothing: the connection is closed.
-    Drop,
-    /// Nothing: the connection stays open.
-    Stall,
-}
-
 /// What a rule does to a request. Checked: the parts do not contradict each other.
 pub(super) struct Action {
     pub(super) delay_before: Option<Duration>,
@@ -136,20 +114,11 @@ pub(super) struct Action {
     /// The store carries the request out.
     pub(super) apply: bool,
     pub(super) reply: Reply,
-    /// Headers set on the answer; `None` takes the header out.
-    pub(super) headers: Vec<(HeaderName, Option<HeaderValue>)>,
+    /// Headers set on the answer.
+    pub(super) headers: SetHeaders,
     pub(super) on_request: Option<BodyFault>,
     pub(super) on_response: Option<BodyFault>,
     pub(super) hints: Hints,
-}
-
-/// Which of the requests that match a rule fire it, counted from 1.
-#[derive(Clone, Copy)]
-pub(super) enum When {
-    Nth(u64),
-    From(u64),
-    Every(u64),
-    Always,
 }
 
 /// A rule.
@@ -159,10 +128,7 @@ pub(super) struct Rule {
     header: Option<(HeaderName, String)>,
     without_header: Option<HeaderName>,
     /// Requests are counted for each key by itself.
-    pub(super) per_key: bool,
-    pub(super) when: When,
-    /// How often the rule fires at most.
-    pub(super) times: u64,
+    per_key: bool,
     pub(super) action: Arc<Action>,
 }
 
@@ -185,27 +151,16 @@ impl Rule {
                 .as_ref()
                 .is_none_or(|name| !headers.contains_key(name))
     }
+
+    /// Under which name the rule counts a request.
+    pub(super) fn key(&self, target: &Target) -> String {
+        let key = target.key.clone().filter(|_| self.per_key);
+        key.unwrap_or_default()
+    }
 }
 
 impl RawRule {
-    fn check(self) -> Result<Rule, String> {
-        let mut whens: Vec<When> = [
-            self.nth.map(When::Nth),
-            self.from.map(When::From),
-            self.every.map(When::Every),
-        ]
-        .into_iter()
-        .flatten()
-        .collect();
-        if self.always {
-            whens.push(When::Always);
-        }
-        let [when] = whens[..] else {
-            return Err("give exactly one of `nth`, `from`, `every` and `always`".to_owned());
-        };
-        if matches!(when, When::Nth(0) | When::From(0) | When::Every(0)) {
-            return Err("counting starts at 1".to_owned());
-        }
+    fn check(self) -> Result<Counted<Rule>, String> {
         let header = match self.header {
             Some(filter) => Some((header_name(&filter.name)?, filter.contains)),
             None => None,
@@ -223,7 +178,14 @@ impl RawRule {
                 op::NAMES.join(", ")
             ));
         }
-        Ok(Rule {
+        let when = RawWhen {
+            nth: self.nth,
+            from: self.from,
+            every: self.every,
+            always: self.always,
+            times: self.times,
+        };
+        let rule = Rule {
             ops,
             key_contains: self.key_contains,
             header,
@@ -233,10 +195,9 @@ impl RawRule {
                 .map(header_name)
                 .transpose()?,
             per_key: self.per_key,
-            when,
-            times: self.times.unwrap_or(u64::MAX),
             action: Arc::new(self.action.check()?),
-        })
+        };
+        Counted::new(rule, &when)
     }
 }
 
@@ -244,31 +205,17 @@ impl RawAction {
     fn check(self) -> Result<Action, String> {
         let reply = self.reply()?;
         let (on_request, on_response, flip_stored) = self.wire_fault()?;
-        if self.apply && matches!(reply, Reply::Store) {
+        if self.apply && matches!(reply, Reply::Usual) {
             return Err(
                 "`apply` goes with `status`, `body`, `empty`, `drop` or `stall`".to_owned(),
             );
         }
-        let headers = self
-            .headers
-            .iter()
-            .map(|(name, value)| {
-                let value = match value.as_str() {
-                    "" => None,
-                    text => Some(
-                        HeaderValue::from_str(text)
-                            .map_err(|error| format!("`{text}`: {error}"))?,
-                    ),
-                };
-                Ok((header_name(name)?, value))
-            })
-            .collect::<Result<_, String>>()?;
         Ok(Action {
             delay_before: delay("delay_before_ms", self.delay_before_ms)?,
             delay_after: delay("delay_after_ms", self.delay_after_ms)?,
-            apply: self.apply || matches!(reply, Reply::Store),
+            apply: self.apply || matches!(reply, Reply::Usual),
             reply,
-            headers,
+            headers: rule::headers(&self.headers)?,
             on_request,
             on_response,
             hints: Hints {
@@ -288,7 +235,7 @@ impl RawAction {
             (false, false, false) if self.code.is_some() => {
                 return Err("`code` goes with `status`".to_owned());
             }
-            (false, false, false) => return Ok(Reply::Store),
+            (false, false, false) => return Ok(Reply::Usual),
             (true, false, false) => {}
             _ => {
                 return Err(
@@ -297,12 +244,7 @@ impl RawAction {
                 );
             }
         }
-        let status = self.status.unwrap_or(200);
-        if !(200..=599).contains(&status) {
-            return Err(format!("status {status} is not in 200 to 599"));
-        }
-        let status =
-            StatusCode::from_u16(status).map_err(|error| format!("status {status}: {error}"))?;
+        let status = rule::status(self.status)?;
         let body = match (&self.code, &self.body, self.empty) {
             (None, Some(body), false) => body.clone(),
             (None, None, true) => String::new(),
@@ -353,17 +295,6 @@ impl RawAction {
             Side::Request => (fault, None, None),
             Side::Response => (None, fault, None),
         })
-    }
-}
-
-fn header_name(text: &str) -> Result<HeaderName, String> {
-    text.parse().map_err(|error| format!("`{text}`: {error}"))
-}
-
-fn delay(name: &str, ms: Option<u64>) -> Result<Option<Duration>, String> {
-    match ms {
-        Some(ms) if ms > DELAY_MS_MAX => Err(format!("`{name}` {ms} is more than {DELAY_MS_MAX}")),
-        ms => Ok(ms.map(Duration::from_millis)),
     }
 }
 
