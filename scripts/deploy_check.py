@@ -44,7 +44,7 @@ KINDS = {
 }
 UNIT = {
     "Unit": {"Description", "Wants", "After"},
-    "Service": {"Type", "User", "Environment", "EnvironmentFile", "ExecStart", "RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve", "KillMode",
+    "Service": {"Type", "TimeoutStartSec", "WatchdogSec", "User", "Environment", "EnvironmentFile", "ExecStart", "RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve", "KillMode",
                 "TimeoutStopSec", "SuccessExitStatus", "RestartForceExitStatus", "RestartSec"},
     "Install": {"WantedBy"},
 }
