@@ -44,8 +44,8 @@ KINDS = {
 }
 UNIT = {
     "Unit": {"Description", "Wants", "After"},
-    "Service": {"Type", "User", "Environment", "EnvironmentFile", "ExecStart", "RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve", "KillMode",
-                "TimeoutStartSec", "TimeoutStopSec", "WatchdogSec", "SuccessExitStatus", "RestartForceExitStatus", "RestartSec"},
+    "Service": {"Type", "TimeoutStartSec", "WatchdogSec", "User", "Environment", "EnvironmentFile", "ExecStart", "RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve", "KillMode",
+                "TimeoutStopSec", "SuccessExitStatus", "RestartForceExitStatus", "RestartSec"},
     "Install": {"WantedBy"},
 }
 counted = {"command lines": 0, "TOML snippets": 0, "YAML documents": 0}

@@ -276,12 +276,11 @@ impl std::fmt::Debug for Armed {
     }
 }
 
-/// Prepares a save of a running CUDA process whose job is ours ([`Session::ours`]).
+/// Prepares a save of a running CUDA process whose job is ours ([`Session::ours`]). The session is this save's alone ([`Session::for_one_transfer`]).
 ///
 /// # Errors
 /// As [`checkpoint`] before the lock.
-pub fn arm(session: &Session, pid: u32) -> Result<Armed, Failure> {
-    let session = session.for_one_transfer(None);
+pub fn arm(session: Session, pid: u32) -> Result<Armed, Failure> {
     let custody = take_custody(&session, pid)?;
     let wanted = Wanted {
         then: Then::Suspend,
@@ -327,18 +326,27 @@ impl Armed {
         used.sum()
     }
 
-    /// Saves the target.
+    /// The target's pid.
+    pub fn pid(&self) -> u32 {
+        self.custody.target.pid
+    }
+
+    /// The save goes to the spill at once, and is uploaded from there.
+    pub fn spill_first(&mut self) {
+        self.session.config.spill.when = SpillWhen::Always;
+    }
+
+    /// Saves the target, by the deadline of its session.
     ///
     /// # Errors
     /// As [`checkpoint`].
-    pub fn save(self, deadline: Option<Instant>, then: Then) -> Result<Outcome, Failure> {
+    pub fn save(self, then: Then) -> Result<Outcome, Failure> {
         let Self {
             session,
             custody,
             mut prepared,
             ..
         } = self;
-        session.set_deadline(deadline);
         let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
         let announced = prepared
             .attempt

@@ -331,7 +331,11 @@ fn write_line(mut file: &File, line: &str) -> io::Result<()> {
     file.write_all(format!("{line}\n").as_bytes())
 }
 
-fn make_dir(dir: &Path) -> Result<(), JournalError> {
+/// Makes the directory for journals, if need be, and makes sure that it is ours alone.
+///
+/// # Errors
+/// [`JournalError`]: it cannot be made, or somebody else may write to it.
+pub fn make_dir(dir: &Path) -> Result<(), JournalError> {
     let io_error = |source: io::Error| JournalError::Io {
         path: dir.to_owned(),
         source,

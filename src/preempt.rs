@@ -23,6 +23,9 @@ use tokio::time::{Interval, MissedTickBehavior};
 
 use crate::config::{PreemptConfig, Source};
 
+/// A node that is still there so long after its end was said does not go away for that notice: it was withdrawn, or a false alarm.
+const EXPIRES_AFTER: Duration = Duration::from_secs(60);
+
 /// How often a source may fail in a row before it counts as blind.
 const FAILURES_UNTIL_BLIND: u32 = 3;
 
@@ -39,6 +42,12 @@ pub struct Notice {
     pub gone_at: Instant,
 }
 
+impl Notice {
+    fn has_expired(&self) -> bool {
+        self.gone_at.elapsed() > EXPIRES_AFTER
+    }
+}
+
 /// The notices that stand, and the sources that see nothing.
 #[derive(Debug, Clone, Default)]
 pub struct Standing {
@@ -51,12 +60,12 @@ pub struct Standing {
 impl Standing {
     /// The notice whose end of the node is the earliest.
     pub fn earliest(&self) -> Option<&Notice> {
-        self.notices.values().min_by_key(|notice| notice.gone_at)
+        self.notices().min_by_key(|notice| notice.gone_at)
     }
 
     /// All of them, by source.
     pub fn notices(&self) -> impl Iterator<Item = &Notice> {
-        self.notices.values()
+        self.notices.values().filter(|notice| !notice.has_expired())
     }
 
     /// Sources that see nothing, and why.

@@ -110,13 +110,12 @@ impl Session {
         self.time().deadline
     }
 
-    /// From now on the node is known to go away then, or nothing is known any more. Calls under way hear of it, too.
+    /// From now on the node is known to go away then, or nothing is known any more. Calls under way hear of it, too; clean-up has limits of its own.
     pub fn set_deadline(&self, deadline: Option<Instant>) {
         let mut time = self.time();
         time.deadline = deadline;
         self.store.set_deadline(deadline);
         self.store_after_begin.set_deadline(time.for_the_store());
-        self.store_for_clean_up.set_deadline(deadline);
     }
 
     fn time(&self) -> std::sync::MutexGuard<'_, Time> {

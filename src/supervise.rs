@@ -37,6 +37,7 @@ use crate::config::{DeadlinePolicy, JobName, Source};
 use crate::driver::ProcessState;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, ImageError, ImageRef, image_id};
+use crate::journal;
 use crate::outcome::Outcome;
 use crate::ownership::{self, Ownership, OwnershipError, WhileSaved};
 use crate::preempt::{Board, Notice};
@@ -82,8 +83,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 pub enum End {
     /// By itself.
     Job(Status),
-    /// It was saved, and then ended.
-    Saved(Box<Outcome>),
+    /// It was saved as this image, and then ended.
+    Saved(String),
     /// A notice came before it was started.
     NotStarted,
 }
@@ -127,6 +128,8 @@ enum Event {
 enum Saved {
     /// The image is committed, and the process suspended.
     Committed(Box<Outcome>),
+    /// The image is committed, and the process is not as it should be.
+    Astray(Failure),
     /// There was nothing to save any more.
     JobEnded,
     /// The job runs; the save may be tried again.
@@ -150,7 +153,11 @@ struct Watch {
     next_interval: Option<Instant>,
     /// Seconds for which the last save in passing kept the job.
     locked_before: Option<f64>,
+    /// When it ended.
+    last_in_passing: Instant,
     pruning: Option<std::thread::JoinHandle<()>>,
+    /// A signal or a notice came: what becomes of the job then tells nothing of its image.
+    is_disturbed: bool,
 }
 
 impl<'a> Supervisor<'a> {
@@ -164,6 +171,9 @@ impl<'a> Supervisor<'a> {
         for_the_job: mpsc::UnboundedReceiver<Signal>,
         show: &'a dyn Fn(&Session) -> Box<dyn Any>,
     ) -> Result<Self, Failure> {
+        // Every save needs it, and it is too late to say so at the notice.
+        journal::make_dir(&session.config.state_dir())
+            .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
         let preempt = &session.config.preempt;
         let mut desk = Desk::new(&board, preempt.notice, session.config.job.as_str());
         if preempt.sources.contains(&Source::Socket) {
@@ -221,13 +231,13 @@ impl<'a> Supervisor<'a> {
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
         self.must_be_restorable()?;
         self.must_not_run_already()?;
-        self.settle();
-        self.open_the_job()?;
-        if self.board.standing().earliest().is_some() {
+        let opened = self.open_unless_there_is_a_notice();
+        if self.session.cancel.is_cancelled() || self.board.standing().earliest().is_some() {
             // Whatever there is in the store is all that there is.
             self.give_up_the_job();
             return Ok(End::NotStarted);
         }
+        opened?;
         match self.begin(program, args) {
             Ok((job, from)) => self.watch_over(&job, from.as_ref()),
             Err(failure) => {
@@ -302,8 +312,8 @@ impl<'a> Supervisor<'a> {
         self.desk.report(|report| report.doing = Doing::Ended);
         service::end();
         self.tell_verdict(match &ended {
-            Ok(End::Saved(outcome)) => Verdict {
-                image: Some(outcome.image.clone()),
+            Ok(End::Saved(image)) => Verdict {
+                image: Some(image.clone()),
                 ..Verdict::default()
             },
             Ok(End::NotStarted) => Verdict {
@@ -335,6 +345,21 @@ impl<'a> Supervisor<'a> {
         }
         let why = "an image of GPU memory alone cannot be restored when the job's process is gone: set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
         Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
+    }
+
+    /// Everything before the job's start, which may wait for others; a notice ends it.
+    fn open_unless_there_is_a_notice(&mut self) -> Result<(), Failure> {
+        let (cancel, mut changes) = (self.session.cancel.clone(), self.board.subscribe());
+        let cancelling = self.session.runtime.spawn(async move {
+            let is_there = changes.wait_for(|standing| standing.earliest().is_some());
+            if is_there.await.is_ok() {
+                cancel.cancel();
+            }
+        });
+        self.settle();
+        let opened = self.open_the_job();
+        cancelling.abort();
+        opened
     }
 
     /// An earlier run that was killed has left the job running here.
@@ -601,7 +626,9 @@ impl<'a> Supervisor<'a> {
             not_before: None,
             next_interval: next_interval(),
             locked_before: None,
+            last_in_passing: Instant::now(),
             pruning: None,
+            is_disturbed: false,
         };
         self.desk.report(|report| report.job_pid = Some(job.pid));
         service::ready();
@@ -609,8 +636,9 @@ impl<'a> Supervisor<'a> {
             self.desk.report(|report| report.doing = Doing::Watching);
             match self.next_event(job, &watch) {
                 Event::Ended(status) => {
+                    let is_settled = restored_at.elapsed() >= SETTLES_WITHIN || watch.is_disturbed;
                     watch.arming.stand_down();
-                    let from = from.filter(|_| restored_at.elapsed() < SETTLES_WITHIN);
+                    let from = from.filter(|_| !is_settled);
                     return match (from, status) {
                         (Some(image), Status::Exited(1..) | Status::Signalled(_)) => {
                             Err(self.did_not_settle(image, status))
@@ -618,7 +646,10 @@ impl<'a> Supervisor<'a> {
                         _ => Ok(self.ended_by_itself(status)),
                     };
                 }
-                Event::Signal(signal) => job.signal(signal),
+                Event::Signal(signal) => {
+                    watch.is_disturbed = true;
+                    job.signal(signal);
+                }
                 Event::Tend => {
                     if watch.arming.tend(job) {
                         self.tell_of(&watch.arming);
@@ -627,10 +658,12 @@ impl<'a> Supervisor<'a> {
                 Event::Notice(notice) => {
                     let raised = self.board.standing().raised();
                     self.note(&notice);
+                    watch.is_disturbed = true;
                     let saved = self.save_for(&notice, job, &mut watch);
                     self.count(&saved);
                     match saved {
-                        Saved::Committed(outcome) => return self.end(job, *outcome),
+                        Saved::Committed(outcome) => return self.end(job, &outcome),
+                        Saved::Astray(failure) => return self.end_astray(job, failure),
                         Saved::JobEnded => {
                             let status = self.session.wait(job.ended());
                             return Ok(self.ended_by_itself(status));
@@ -648,8 +681,8 @@ impl<'a> Supervisor<'a> {
                                 &failure,
                             );
                             watch.refused = raised;
-                            self.tell_verdict(verdict_of(&failure));
                             job.signal(Signal::TERM);
+                            self.tell_verdict(verdict_of(&failure));
                         }
                         Saved::Stuck(failure) => return Err(failure),
                     }
@@ -731,30 +764,32 @@ impl<'a> Supervisor<'a> {
     /// One save before the node goes away.
     fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
-        let margin = self.session.config.preempt.margin;
-        let due = move |gone_at: Instant| gone_at.checked_sub(margin).unwrap_or(gone_at);
-        let deadline = due(notice.gone_at);
-        let prepared = match self.prepared(job, watch, deadline) {
+        let mut prepared = match self.prepared(job, watch, self.due(notice)) {
             Ok(prepared) => prepared,
             Err(failure) => return self.failed(&self.session, job, failure),
         };
+        // Another one may have come meanwhile.
+        let standing = self.board.standing();
+        let deadline = self.due(standing.earliest().unwrap_or(notice));
         if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
-            prepared.stand_down();
-            return Saved::Refused(failure);
+            match self.session.config.preempt.policy {
+                DeadlinePolicy::Refuse => {
+                    prepared.stand_down();
+                    return Saved::Refused(failure);
+                }
+                DeadlinePolicy::Spill => {
+                    tell("the save goes to the spill first", &failure);
+                    prepared.spill_first();
+                }
+                DeadlinePolicy::Try => tell("the save is begun all the same", &failure),
+            }
         }
         let session = prepared.session().clone();
-        // A shorter notice that comes during the save counts; one that is withdrawn leaves the others.
-        let (following, mut changes) = (session.clone(), self.board.subscribe());
-        let follow = self.session.runtime.spawn(async move {
-            while changes.changed().await.is_ok() {
-                let earliest = changes.borrow_and_update().earliest().map(|it| it.gone_at);
-                following.set_deadline(earliest.map(due));
-            }
-        });
+        session.set_deadline(Some(deadline));
+        let _follows = self.follow_notices(&session);
         let shown = (self.show)(&session);
         let waited = notice.heard_at.elapsed().as_secs_f64();
-        let saved = prepared.save(Some(deadline), Then::Suspend);
-        follow.abort();
+        let saved = prepared.save(Then::Suspend);
         drop(shown);
         match saved {
             Ok(outcome) => {
@@ -772,6 +807,26 @@ impl<'a> Supervisor<'a> {
         }
     }
 
+    /// When a save has to be over.
+    fn due(&self, notice: &Notice) -> Instant {
+        let margin = self.session.config.preempt.margin;
+        let gone_at = notice.gone_at;
+        gone_at.checked_sub(margin).unwrap_or(gone_at)
+    }
+
+    /// A notice that comes, or gives less time, during a save counts for it; one that is withdrawn leaves the others.
+    fn follow_notices(&self, session: &Session) -> Following {
+        let (following, mut changes) = (session.clone(), self.board.subscribe());
+        let margin = self.session.config.preempt.margin;
+        Following(self.session.runtime.spawn(async move {
+            while changes.changed().await.is_ok() {
+                let earliest = changes.borrow_and_update().earliest().map(|it| it.gone_at);
+                let due = earliest.map(|gone_at| gone_at.checked_sub(margin).unwrap_or(gone_at));
+                following.set_deadline(due);
+            }
+        }))
+    }
+
     /// What was prepared, or else is prepared now.
     fn prepared(
         &self,
@@ -779,11 +834,16 @@ impl<'a> Supervisor<'a> {
         watch: &mut Watch,
         deadline: Instant,
     ) -> Result<Armed, Failure> {
-        if let Some(armed) = watch.arming.take() {
-            return Ok(armed);
-        }
+        let armed = watch.arming.take(Some(deadline));
         let driver = self.driver.open()?;
-        let Some(pid) = gpu_process(&driver, job)? else {
+        // The job may have come by another GPU process since.
+        let found = gpu_process(&driver, job);
+        match (armed, &found) {
+            (Some(armed), Ok(Some(pid))) if armed.pid() == *pid => return Ok(armed),
+            (Some(armed), _) => armed.stand_down(),
+            (None, _) => {}
+        }
+        let Some(pid) = found? else {
             let why = "the job uses no GPU, so there is nothing to save";
             return Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why));
         };
@@ -791,14 +851,18 @@ impl<'a> Supervisor<'a> {
             let why = "the node should be gone by now";
             return Err(Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why));
         }
-        checkpoint::arm(&self.session, pid)
+        checkpoint::arm(self.session.for_one_transfer(Some(deadline)), pid)
     }
 
     /// What a save that failed means.
     fn failed(&self, session: &Session, job: &JobProcess, failure: Failure) -> Saved {
         match failure.code {
             // Its end is on the way to us.
-            _ if job.status().is_some() => Saved::JobEnded,
+            ExitCode::NothingToSave | ExitCode::RolledBack | ExitCode::Lost
+                if job.status().is_some() =>
+            {
+                Saved::JobEnded
+            }
             ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
             ExitCode::Config | ExitCode::Preflight | ExitCode::DoesNotFit => {
                 Saved::Refused(failure)
@@ -807,16 +871,14 @@ impl<'a> Supervisor<'a> {
                 Ok(outcome) => Saved::Committed(Box::new(outcome)),
                 Err(_still_sealed) => Saved::Stuck(failure),
             },
+            ExitCode::CommittedTargetAstray => Saved::Astray(failure),
             _ => Saved::Stuck(failure),
         }
     }
 
-    /// A save that will be late is not begun, where that is what is wanted.
+    /// Why a save will be late, by the rate of the last one.
     fn does_not_fit(&self, deadline: Instant, rate: Option<f64>, armed: &Armed) -> Option<Failure> {
         let rate = rate?;
-        if self.session.config.preempt.policy != DeadlinePolicy::Refuse {
-            return None;
-        }
         let used = armed.used_memory().ok()?;
         let left = deadline.saturating_duration_since(Instant::now());
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
@@ -845,9 +907,10 @@ impl<'a> Supervisor<'a> {
         let saved = match self.prepared(job, watch, long) {
             Ok(prepared) => {
                 let session = prepared.session().clone();
+                let follows = self.follow_notices(&session);
                 let shown = (self.show)(&session);
-                let saved = prepared.save(None, Then::Resume);
-                drop(shown);
+                let saved = prepared.save(Then::Resume);
+                drop((shown, follows));
                 saved
             }
             Err(failure) => Err(failure),
@@ -856,12 +919,17 @@ impl<'a> Supervisor<'a> {
             Ok(outcome) => {
                 watch.remember(&outcome);
                 watch.locked_before = Some(outcome.seconds_locked);
+                watch.last_in_passing = Instant::now();
                 self.prune(watch);
                 tracing::info!("image {} is committed, and the job runs on", outcome.image);
                 Saved::Committed(Box::new(outcome))
             }
             Err(failure) => match failure.code {
-                _ if job.status().is_some() => Saved::JobEnded,
+                ExitCode::NothingToSave | ExitCode::RolledBack | ExitCode::Lost
+                    if job.status().is_some() =>
+                {
+                    Saved::JobEnded
+                }
                 ExitCode::RolledBack | ExitCode::Preflight | ExitCode::NothingToSave => {
                     tell("the job was not saved, and runs on", &failure);
                     Saved::RunsOn(failure)
@@ -879,11 +947,12 @@ impl<'a> Supervisor<'a> {
     /// Why the next save would take more of the job's time than it may.
     fn takes_too_much(&self, watch: &Watch) -> Option<String> {
         let run = &self.session.config.run;
-        let (interval, locked) = (run.interval?, watch.locked_before?);
-        let share = 100.0 * locked / (interval.as_secs_f64() + locked);
+        let (locked, since) = (watch.locked_before?, watch.last_in_passing.elapsed());
+        let share = 100.0 * locked / (since.as_secs_f64() + locked);
         (share > f64::from(run.interval_share)).then(|| {
             format!(
-                "the last one kept the job for {locked:.1} s, which is {share:.0} % of its time with one every {interval:?}, and {} % are allowed (job.interval, job.interval_share)",
+                "the last one kept the job for {locked:.1} s, {:.0} s ago; another one like it would take {share:.0} % of its time, and {} % are allowed (job.interval, job.interval_share)",
+                since.as_secs_f64(),
                 run.interval_share
             )
         })
@@ -920,7 +989,10 @@ impl<'a> Supervisor<'a> {
                 report.image = Some(outcome.image.clone());
                 report.last_failure = None;
             }
-            Saved::RunsOn(failure) | Saved::Refused(failure) | Saved::Stuck(failure) => {
+            Saved::RunsOn(failure)
+            | Saved::Refused(failure)
+            | Saved::Astray(failure)
+            | Saved::Stuck(failure) => {
                 report.saves_failed += 1;
                 report.last_failure = Some(one_line(failure.cause.as_ref()));
             }
@@ -934,26 +1006,36 @@ impl<'a> Supervisor<'a> {
     }
 
     /// The image is committed: the job's process is not needed any more, if the image can be restored without it.
-    fn end(&self, job: &JobProcess, outcome: Outcome) -> Result<End, Failure> {
+    fn end(&self, job: &JobProcess, outcome: &Outcome) -> Result<End, Failure> {
+        let astray = |code: ExitCode, why: String| Failure {
+            generation: Some(outcome.generation),
+            targets: outcome.targets.clone(),
+            ..Failure::new(code, Phase::Complete, why)
+        };
+        let (image, pid) = (&outcome.image, job.pid);
         if self.session.config.run.restore_command.is_empty() {
             let why = format!(
-                "image {} is committed, and the job's host memory is in process {} alone, which stays suspended (job.allow_gpu_only)",
-                outcome.image, job.pid
+                "image {image} is committed, and the job's host memory is in process {pid} alone, which stays suspended (job.allow_gpu_only)"
             );
-            return Err(Failure {
-                generation: Some(outcome.generation),
-                targets: outcome.targets,
-                ..Failure::new(ExitCode::HostMemoryNotSaved, Phase::Complete, why)
-            });
+            return Err(astray(ExitCode::HostMemoryNotSaved, why));
         }
         if !job.end(ENDS_WITHIN) {
-            tracing::error!(
-                "process {} does not end; image {} is good",
-                job.pid,
-                outcome.image
-            );
+            let why = format!("image {image} is committed, and process {pid} does not end");
+            return Err(astray(ExitCode::CommittedTargetAstray, why));
         }
-        Ok(End::Saved(Box::new(outcome)))
+        Ok(End::Saved(image.clone()))
+    }
+
+    /// The image is committed, and the driver did not do its last step, or the process is gone.
+    fn end_astray(&self, job: &JobProcess, failure: Failure) -> Result<End, Failure> {
+        let can_be_restored = !self.session.config.run.restore_command.is_empty();
+        match failure.generation {
+            Some(generation) if can_be_restored && job.end(ENDS_WITHIN) => {
+                tell("the image is committed, and the job was ended", &failure);
+                Ok(End::Saved(image_id(generation)))
+            }
+            _ => Err(failure),
+        }
     }
 
     /// The job ended by itself. One that a signal ended may be wanted back.
@@ -979,9 +1061,22 @@ impl<'a> Supervisor<'a> {
     }
 }
 
+/// Ends with the save.
+struct Following(tokio::task::JoinHandle<()>);
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 impl Watch {
     fn remember(&mut self, outcome: &Outcome) {
-        let seconds: f64 = outcome.seconds.iter().map(|phase| phase.seconds).sum();
+        // What comes after the commit is not on the way of a save.
+        let until_commit = outcome.seconds.iter();
+        let until_commit =
+            until_commit.take_while(|it| !matches!(it.phase, Phase::Complete | Phase::Restore));
+        let seconds: f64 = until_commit.map(|it| it.seconds).sum();
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
         let raw = outcome.bytes.raw as f64;
         if raw > 0.0 && seconds > 0.0 {

@@ -175,6 +175,11 @@ fn usage(error: &clap::Error, started: Instant) -> std::process::ExitCode {
     if has_typed(&["--json"]) {
         let _ = report.print(true, &mut Stdout::default().writer());
     }
+    // Up to 200 the status of these is the job's.
+    let mut typed = typed.iter().take_while(|word| *word != "--");
+    if typed.any(|word| word == "run" || word == "watch") {
+        return std::process::ExitCode::from(supervise::VERDICTS_FROM + ExitCode::Config.code());
+    }
     std::process::ExitCode::from(ExitCode::Config.code())
 }
 
@@ -330,7 +335,10 @@ impl Run<'_> {
     /// Watches over a target until the saver that started us ends, and dies for none of the signals that end it.
     fn guard(&self, args: &GuardArgs) -> std::process::ExitCode {
         let patience = Duration::from_millis(args.patience_ms);
-        let watched = Ground::stand(self.args.command.signal_effect(), Meter::new(), |_ground| {
+        let watched = Ground::stand_without_signals(Meter::new(), |ground| {
+            // Whatever a scheduler sends to all processes of a job: it is for the saver.
+            signals::outlive(&ground.runtime)
+                .map_err(|error| Failure::new(ExitCode::Lost, Phase::Unlock, error))?;
             let mut letters = std::io::stdin().lock();
             guard::guard(
                 &mut letters,

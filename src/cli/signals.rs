@@ -5,6 +5,7 @@
 
 use std::io;
 
+use rustix::process::Signal;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -42,6 +43,28 @@ pub(super) fn watch(
                 tracing::warn!("{name} {said}");
             }
         });
+    }
+    Ok(())
+}
+
+/// From now on none of the signals that end a process, and that can be handled, ends this one.
+///
+/// # Errors
+/// The system refused a handler.
+pub(super) fn outlive(runtime: &Runtime) -> io::Result<()> {
+    let _inside = runtime.enter();
+    for kind in [
+        SignalKind::interrupt(),
+        SignalKind::terminate(),
+        SignalKind::hangup(),
+        SignalKind::quit(),
+        SignalKind::user_defined1(),
+        SignalKind::user_defined2(),
+        SignalKind::from_raw(Signal::XCPU.as_raw()),
+        SignalKind::from_raw(Signal::POWER.as_raw()),
+    ] {
+        let mut signals = signal(kind)?;
+        runtime.spawn(async move { while signals.recv().await.is_some() {} });
     }
     Ok(())
 }

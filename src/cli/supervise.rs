@@ -3,6 +3,7 @@
 //! In: the command line, the configuration. Out: an exit status; stdout and stdin are the job's, and what we have to say goes to stderr. What can fail: see [`crate::supervise`].
 
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::ExitCode as Exit;
 use std::time::Duration;
@@ -15,13 +16,14 @@ use super::report::{Done, RunReport};
 use super::{Ground, OURSELVES, Run, config_failure, init};
 use crate::config::{Config, ConfigError, Environment, Overrides, RawConfig};
 use crate::error::{ExitCode, Failure, Phase};
+use crate::pipeline::PipelineError;
 use crate::preempt::{self, Board};
 use crate::progress::Meter;
 use crate::session::Session;
 use crate::supervise::{Answer, End, Question, Report, Supervisor, Verdict, ask};
 
 /// Our own verdicts begin here.
-const VERDICTS_FROM: u8 = 200;
+pub(super) const VERDICTS_FROM: u8 = 200;
 
 impl Run<'_> {
     /// Runs or watches a job to its end.
@@ -35,7 +37,13 @@ impl Run<'_> {
                 }
             };
         }
-        match self.supervised() {
+        let supervised = catch_unwind(AssertUnwindSafe(|| self.supervised()));
+        let supervised = supervised.unwrap_or_else(|panic| {
+            let cause = PipelineError::of_story(panic.as_ref());
+            // Nobody has looked what became of the job.
+            Err(Failure::new(ExitCode::Lost, Phase::Prepare, cause))
+        });
+        match supervised {
             Ok((End::Job(status), _)) => Exit::from(status.code()),
             Ok((End::NotStarted, requeue)) => {
                 self.tell(&format!(
@@ -44,12 +52,10 @@ impl Run<'_> {
                 ));
                 Exit::from(requeue)
             }
-            Ok((End::Saved(outcome), requeue)) => {
+            Ok((End::Saved(image), requeue)) => {
                 self.tell(&format!(
-                    "ckptstream {}: image {} of job {} is committed, and the job was ended; exit {requeue}: start it again",
-                    self.args.command.name(),
-                    outcome.image,
-                    outcome.job
+                    "ckptstream {}: image {image} is committed, and the job was ended; exit {requeue}: start it again",
+                    self.args.command.name()
                 ));
                 Exit::from(requeue)
             }

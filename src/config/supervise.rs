@@ -106,7 +106,7 @@ pub enum Source {
 pub enum DeadlinePolicy {
     /// Nothing: the job has the time for itself (exit 5).
     Refuse,
-    /// It goes to the spill.
+    /// It goes to the spill first, and is uploaded from there.
     Spill,
     /// It is begun all the same.
     Try,

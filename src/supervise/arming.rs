@@ -4,7 +4,7 @@
 //!
 //! It costs the job some GPU memory for our contexts (`preempt.contexts`), and the node the pinned buffers. Nothing is asked of the GPUs meanwhile.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use crate::checkpoint::{self, Armed};
 use crate::config::Contexts;
 use crate::driver::{Driver, ProcessState};
 use crate::error::{ExitCode, Failure, Phase, one_line};
+use crate::pipeline::PipelineError;
 use crate::session::Session;
 use crate::target::descendants;
 
@@ -22,6 +23,8 @@ const ANEW_AFTER: Duration = Duration::from_secs(3600);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The same once it is prepared.
 const LOOK_SELDOM: Duration = Duration::from_secs(60);
+/// A driver or a disk that hangs is not waited for any longer past the deadline.
+const JOINED_WITHIN: Duration = Duration::from_secs(1);
 /// Pause after something could not be prepared.
 const PAUSE: Duration = Duration::from_secs(10);
 
@@ -38,34 +41,79 @@ pub(super) struct Arming {
 #[derive(Debug)]
 enum State {
     Down,
-    Coming(JoinHandle<Result<Armed, Failure>>),
+    Coming(Coming),
     Up(Box<Armed>),
+}
+
+/// A save that is being prepared, and its surroundings.
+#[derive(Debug)]
+struct Coming {
+    thread: JoinHandle<Result<Armed, Failure>>,
+    session: Session,
 }
 
 /// The driver, which takes seconds to come up on some machines.
 #[derive(Debug, Clone, Default)]
-pub(super) struct WarmDriver(Arc<OnceLock<Arc<Driver>>>);
+pub(super) struct WarmDriver {
+    opened: Arc<OnceLock<Arc<Driver>>>,
+    state: Arc<Mutex<Warmth>>,
+}
+
+#[derive(Debug, Default)]
+struct Warmth {
+    is_coming: bool,
+    failed: Option<(Instant, String)>,
+}
 
 impl WarmDriver {
-    /// Brings it up in the background. What fails is told by whoever needs it.
+    /// Brings it up in the background.
     pub(super) fn warm_up() -> Self {
         let warm = Self::default();
-        let cell = Arc::clone(&warm.0);
-        let opening = std::thread::Builder::new().name("driver".to_owned());
-        let opening = opening.spawn(move || match Driver::open() {
-            // Nobody else sets it.
-            Ok(driver) => drop(cell.set(driver)),
-            Err(error) => tracing::warn!("no driver yet: {}", one_line(&error)),
-        });
-        if let Err(error) = opening {
-            tracing::warn!("the driver is not brought up beforehand: {error}");
-        }
+        warm.bring_up();
         warm
+    }
+
+    fn state(&self) -> MutexGuard<'_, Warmth> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same again where it failed a while ago.
+    fn bring_up(&self) {
+        let mut state = self.state();
+        let failed_just_now = matches!(&state.failed, Some((at, _)) if at.elapsed() < PAUSE);
+        if state.is_coming || failed_just_now || self.get().is_some() {
+            return;
+        }
+        let warm = self.clone();
+        let opening = std::thread::Builder::new().name("driver".to_owned());
+        let opening = opening.spawn(move || {
+            let opened = Driver::open();
+            let mut state = warm.state();
+            state.is_coming = false;
+            match opened {
+                // Whoever was first has set it.
+                Ok(driver) => drop(warm.opened.set(driver)),
+                Err(error) => {
+                    let why = one_line(&error);
+                    tracing::warn!("no driver yet: {why}");
+                    state.failed = Some((Instant::now(), why));
+                }
+            }
+        });
+        state.is_coming = opening.is_ok();
+    }
+
+    /// Why it is not there.
+    fn why_not(&self) -> String {
+        match &self.state().failed {
+            Some((_, why)) => why.clone(),
+            None => "the driver is coming up".to_owned(),
+        }
     }
 
     /// It, once it is there.
     fn get(&self) -> Option<&Arc<Driver>> {
-        self.0.get()
+        self.opened.get()
     }
 
     /// It, waited for.
@@ -75,7 +123,7 @@ impl WarmDriver {
         }
         let opened = Driver::open()
             .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
-        Ok(Arc::clone(self.0.get_or_init(|| opened)))
+        Ok(Arc::clone(self.opened.get_or_init(|| opened)))
     }
 }
 
@@ -98,12 +146,12 @@ impl Arming {
                     && Instant::now() >= self.not_before;
                 is_wanted && self.begin(job)
             }
-            State::Coming(thread) if !thread.is_finished() => {
-                self.state = State::Coming(thread);
+            State::Coming(coming) if !coming.thread.is_finished() => {
+                self.state = State::Coming(coming);
                 false
             }
-            State::Coming(thread) => {
-                match join(thread) {
+            State::Coming(coming) => {
+                match join(coming.thread) {
                     Ok(armed) => {
                         self.why_not = None;
                         self.state = State::Up(Box::new(armed));
@@ -112,9 +160,10 @@ impl Arming {
                 }
                 true
             }
-            State::Up(armed) if armed.age() >= ANEW_AFTER => {
+            State::Up(armed) if armed.age() >= ANEW_AFTER || !self.is_for(&armed, job) => {
                 armed.stand_down();
-                self.begin(job)
+                self.begin(job);
+                true
             }
             State::Up(armed) => {
                 self.state = State::Up(armed);
@@ -123,9 +172,20 @@ impl Arming {
         }
     }
 
+    /// The job's one GPU process is still the one that it was prepared for.
+    fn is_for(&self, armed: &Armed, job: &JobProcess) -> bool {
+        let Some(driver) = self.driver.get() else {
+            return false;
+        };
+        matches!(gpu_process(driver, job), Ok(Some(pid)) if pid == armed.pid())
+    }
+
     fn begin(&mut self, job: &JobProcess) -> bool {
         let why_not = match self.driver.get() {
-            None => "the driver is coming up".to_owned(),
+            None => {
+                self.driver.bring_up();
+                self.driver.why_not()
+            }
             Some(driver) => match gpu_process(driver, job) {
                 Ok(Some(pid)) => return self.begin_with(pid),
                 Ok(None) => "the job uses no GPU yet".to_owned(),
@@ -138,10 +198,11 @@ impl Arming {
     }
 
     fn begin_with(&mut self, pid: u32) -> bool {
-        let session = self.session.clone();
+        let session = self.session.for_one_transfer(None);
         let preparing = std::thread::Builder::new().name("arming".to_owned());
-        match preparing.spawn(move || checkpoint::arm(&session, pid)) {
-            Ok(thread) => self.state = State::Coming(thread),
+        let its_own = session.clone();
+        match preparing.spawn(move || checkpoint::arm(its_own, pid)) {
+            Ok(thread) => self.state = State::Coming(Coming { thread, session }),
             Err(error) => self.why_not = Some(error.to_string()),
         }
         true
@@ -185,33 +246,46 @@ impl Arming {
         self.why_not.as_deref()
     }
 
-    /// Takes what is prepared; what is coming is waited for. `None`: nothing is.
-    pub(super) fn take(&mut self) -> Option<Armed> {
+    /// Takes what is prepared; what is coming is waited for, until the deadline at most. `None`: nothing is.
+    pub(super) fn take(&mut self, deadline: Option<Instant>) -> Option<Armed> {
         match std::mem::replace(&mut self.state, State::Down) {
             State::Down => None,
             State::Up(armed) => Some(*armed),
-            State::Coming(thread) => match join(thread) {
-                Ok(armed) => Some(armed),
-                Err(failure) => {
-                    self.failed(&failure);
-                    None
+            State::Coming(coming) => {
+                // A store that does not answer must not take the whole notice.
+                coming.session.set_deadline(deadline);
+                let until = deadline.map(|deadline| deadline + JOINED_WITHIN);
+                while !coming.thread.is_finished() && until.is_none_or(|it| Instant::now() < it) {
+                    std::thread::sleep(Duration::from_millis(1));
                 }
-            },
+                if !coming.thread.is_finished() {
+                    self.why_not = Some("what is prepared does not come to an end".to_owned());
+                    return None;
+                }
+                match join(coming.thread) {
+                    Ok(armed) => Some(armed),
+                    Err(failure) => {
+                        self.failed(&failure);
+                        None
+                    }
+                }
+            }
         }
     }
 
     /// Gives everything back.
     pub(super) fn stand_down(&mut self) {
-        if let Some(armed) = self.take() {
+        if let Some(armed) = self.take(Some(Instant::now())) {
             armed.stand_down();
         }
     }
 }
 
 fn join(thread: JoinHandle<Result<Armed, Failure>>) -> Result<Armed, Failure> {
-    thread
-        .join()
-        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    thread.join().unwrap_or_else(|panic| {
+        let panicked = PipelineError::of_story(panic.as_ref());
+        Err(Failure::new(ExitCode::Preflight, Phase::Prepare, panicked))
+    })
 }
 
 /// The one process of the job that has CUDA state: the job's first process, or one that came from it.

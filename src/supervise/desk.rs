@@ -154,6 +154,16 @@ pub enum Answer {
     Error(String),
 }
 
+/// What was told last.
+#[derive(Debug, Clone, Default)]
+struct Concluded {
+    /// From 1; 0: nothing yet.
+    number: u64,
+    /// As many notices had been raised by then.
+    raised: u64,
+    verdict: Verdict,
+}
+
 /// The socket, and what stands behind it. Dropped, it is removed.
 #[derive(Debug)]
 pub(super) struct Desk {
@@ -168,8 +178,8 @@ struct Shared {
     notice: Duration,
     started: Instant,
     report: Arc<watch::Sender<Report>>,
-    /// Numbered from 1.
-    verdicts: Arc<watch::Sender<(u64, Verdict)>>,
+    /// The last one.
+    verdicts: Arc<watch::Sender<Concluded>>,
     waiting: Arc<AtomicUsize>,
 }
 
@@ -187,7 +197,7 @@ impl Desk {
                 notice,
                 started: Instant::now(),
                 report: Arc::new(watch::Sender::new(report)),
-                verdicts: Arc::new(watch::Sender::new((0, Verdict::default()))),
+                verdicts: Arc::default(),
                 waiting: Arc::default(),
             },
             path: None,
@@ -251,9 +261,11 @@ impl Desk {
 
     /// Answers everybody who has brought a notice.
     pub(super) fn conclude(&self, verdict: Verdict) {
+        let raised = self.shared.board.standing().raised();
         self.shared.verdicts.send_modify(|last| {
-            last.0 += 1;
-            last.1 = verdict;
+            last.number += 1;
+            last.raised = raised;
+            last.verdict = verdict;
         });
     }
 
@@ -312,10 +324,14 @@ impl Shared {
             Some(Err(error)) => return Answer::Error(format!("left_seconds: {error}")),
         };
         let mut verdicts = self.verdicts.subscribe();
-        let seen = verdicts.borrow_and_update().0;
+        let seen = verdicts.borrow_and_update().clone();
         self.board.raise("socket", left, "ckptstream notify");
-        match verdicts.wait_for(|(number, _)| *number > seen).await {
-            Ok(last) => Answer::Verdict(last.1.clone()),
+        // A notice that stood already, and was dealt with, is not dealt with again.
+        if seen.number > 0 && seen.raised == self.board.standing().raised() {
+            return Answer::Verdict(seen.verdict);
+        }
+        match verdicts.wait_for(|last| last.number > seen.number).await {
+            Ok(last) => Answer::Verdict(last.verdict.clone()),
             Err(_) => Answer::Error("it has ended".to_owned()),
         }
     }

@@ -9,12 +9,12 @@ use std::io::{self, IsTerminal};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use tokio::sync::watch;
 
-use crate::target::{Target, TargetError};
+use crate::target::{Target, TargetError, descendants};
 
 /// How a job ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,19 +157,28 @@ impl JobProcess {
         }
     }
 
-    /// Ends it, and what is in its group. Whether it has ended within this time.
+    /// Ends it, everything that came from it, and what is in its group. Whether it has ended within this time.
     pub fn end(&self, within: Duration) -> bool {
+        // Before their parent is gone, and they cannot be found any more.
+        let members = descendants(self.pid).into_iter().skip(1);
+        let mut doomed: Vec<Target> = members.filter_map(|pid| Target::look(pid).ok()).collect();
+        doomed.retain(|target| target.kill().is_ok());
         if let Some(target) = &self.target
             && let Err(error) = target.kill()
         {
             tracing::warn!("the job could not be ended: {error}");
         }
-        if self.leads_a_group {
-            self.signal(Signal::KILL);
+        if let Some(group) = i32::try_from(self.pid).ok().and_then(Pid::from_raw)
+            && self.leads_a_group
+        {
+            // Its leader may have been collected; nobody else has its number while a member lives.
+            let _none_left = rustix::process::kill_process_group(group, Signal::KILL);
         }
-        self.target
-            .as_ref()
-            .is_none_or(|target| target.ends_within(within))
+        let until = Instant::now() + within;
+        doomed
+            .iter()
+            .chain(self.target.as_deref())
+            .all(|target| target.ends_within(until.saturating_duration_since(Instant::now())))
     }
 }
 

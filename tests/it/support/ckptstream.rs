@@ -76,6 +76,11 @@ impl Ckptstream {
         self
     }
 
+    /// The configuration file.
+    pub(crate) fn config_text(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("config.toml")).expect("the configuration")
+    }
+
     /// `ckptstream ARGS`, the arguments separated by blanks, in an environment that has nothing else.
     pub(crate) fn command(&self, args: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ckptstream"));

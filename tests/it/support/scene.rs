@@ -222,6 +222,14 @@ impl Scene {
 }
 
 impl Saver {
+    /// With another configuration file.
+    pub(crate) fn with_config(self, text: &str) -> Self {
+        Self {
+            cli: self.cli.config(text),
+            trace: self.trace,
+        }
+    }
+
     /// How often the driver was called so.
     pub(crate) fn calls(&self, function: &str) -> usize {
         self.trace()
