@@ -17,8 +17,14 @@ use serde_json::{Value, json};
 use crate::support::MetadataServer;
 use crate::support::s3_server::in_environment;
 
-/// How long a step waits for what it wants.
-const PATIENCE: Duration = Duration::from_secs(45);
+/// How long a step waits for what it wants: longer than a request for a change that is never answered.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+/// How long it waits where there must be no second look, which [`LONG_POLL`] puts off for longer.
+const PATIENCE_WITH_ONE_LOOK: Duration = Duration::from_secs(45);
+
+/// More of `[preempt]` for it.
+const LONG_POLL: &str = "poll = \"60s\"";
 
 /// `preempt.notice` of all cases.
 const NOTICE: Duration = Duration::from_secs(40);
@@ -443,8 +449,10 @@ fn the_values_of_compute_engine() {
             NeverBlind,
         ],
     ));
-    cases.push(make(
+    cases.push(case(
         "a notice that stands at the start",
+        cloud.source,
+        "sources = [\"gcp\"]\npoll = \"60s\"",
         vec![
             Begins(json!({
                 "values": {GCP_PREEMPTED: "TRUE"},
@@ -670,7 +678,7 @@ fn a_server_that_speaks_no_http_blinds_every_source() {
     runtime().block_on(async {
         let (board, _blind) = start("sources = [\"aws\", \"gcp\", \"azure\"]", &url);
         let sources = ["aws", "azure", "gcp maintenance", "gcp preempted"];
-        until("no HTTP", &board, |standing| {
+        until("no HTTP", &board, PATIENCE, |standing| {
             standing.blind().map(|(source, _)| source).eq(sources)
         })
         .await;
@@ -726,9 +734,14 @@ fn start(config: &str, url: &str) -> (Board, EverBlind) {
 }
 
 /// Waits until the board is so.
-async fn until(what: &str, board: &Board, is_so: impl Fn(&Standing) -> bool) -> Standing {
+async fn until(
+    what: &str,
+    board: &Board,
+    patience: Duration,
+    is_so: impl Fn(&Standing) -> bool,
+) -> Standing {
     let mut changes = board.subscribe();
-    let waited = tokio::time::timeout(PATIENCE, changes.wait_for(|standing| is_so(standing))).await;
+    let waited = tokio::time::timeout(patience, changes.wait_for(|standing| is_so(standing))).await;
     let standing = waited.map(|standing| standing.map(|standing| standing.clone()));
     match standing {
         Ok(Ok(standing)) => standing,
@@ -743,6 +756,11 @@ async fn perform(case: &Case) {
         config,
         steps,
     } = case;
+    let patience = if config.contains(LONG_POLL) {
+        PATIENCE_WITH_ONE_LOOK
+    } else {
+        PATIENCE
+    };
     let mut server = match steps.first() {
         Some(Begins(script)) => MetadataServer::start(script),
         _ => MetadataServer::start(&json!({})),
@@ -767,7 +785,10 @@ async fn perform(case: &Case) {
             Stops => server.stop(),
             StartsAgain => server.start_again(),
             Notice(text, left) => {
-                let standing = until(&what, &board, |standing| notice_of(standing).is_some()).await;
+                let standing = until(&what, &board, patience, |standing| {
+                    notice_of(standing).is_some()
+                })
+                .await;
                 let notice = notice_of(&standing).unwrap();
                 assert!(notice.text.contains(text), "{what}: {notice:?}");
                 let given = notice.gone_at - notice.heard_at;
@@ -776,9 +797,14 @@ async fn perform(case: &Case) {
                     Told => assert!(TOLD / 4 < given && given <= TOLD, "{what}: {given:?}"),
                 }
             }
-            NoNotice => drop(until(&what, &board, |standing| notice_of(standing).is_none()).await),
+            NoNotice => drop(
+                until(&what, &board, patience, |standing| {
+                    notice_of(standing).is_none()
+                })
+                .await,
+            ),
             Blind(part) => {
-                let standing = until(&what, &board, is_blind).await;
+                let standing = until(&what, &board, patience, is_blind).await;
                 let (_, why) = standing.blind().find(|(blind, _)| blind == source).unwrap();
                 assert!(why.contains(part), "{what}: {why}");
                 // The hint is for a token that does not come, and for nothing else.
@@ -788,7 +814,7 @@ async fn perform(case: &Case) {
                     "{what}: {why}"
                 );
             }
-            Sees => drop(until(&what, &board, |standing| !is_blind(standing)).await),
+            Sees => drop(until(&what, &board, patience, |standing| !is_blind(standing)).await),
             Asked(path, status, count) => {
                 let asked = |line: &Value| line["path"] == *path && line["status"] == *status;
                 requested(&what, &server, answered_before, asked, *count).await;
