@@ -595,7 +595,10 @@ fn what_happens_while_a_save_is_under_way_does_no_harm() {
 fn a_notice_that_becomes_too_short_ends_the_save_in_time() {
     let scene = Scene::new(&[]);
     let job = Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\nmargin = \"500ms\"\n");
-    let mut run = job.start();
+    // Its requests would be tried for two minutes.
+    let (saver, command) = job.command("");
+    let patient = saver.cli.config_text().replace("1500ms", "120s");
+    let mut run = Supervised::start((saver.with_config(&patient), command));
     run.wait_for("step 2 ");
     scene.server.set_rules(&json!([
         {"op": "UploadPart", "always": true, "action": {"stall": true}},
