@@ -41,7 +41,7 @@ pub(super) struct Arming {
 #[derive(Debug)]
 enum State {
     Down,
-    Coming(Coming),
+    Coming(Box<Coming>),
     Up(Box<Armed>),
 }
 
@@ -202,7 +202,7 @@ impl Arming {
         let preparing = std::thread::Builder::new().name("arming".to_owned());
         let its_own = session.clone();
         match preparing.spawn(move || checkpoint::arm(its_own, pid)) {
-            Ok(thread) => self.state = State::Coming(Coming { thread, session }),
+            Ok(thread) => self.state = State::Coming(Box::new(Coming { thread, session })),
             Err(error) => self.why_not = Some(error.to_string()),
         }
         true
