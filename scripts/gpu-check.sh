@@ -58,7 +58,35 @@ else
 fi
 
 say ""
-say "2. the whole pipeline, $BYTES of real GPU memory into the test S3 server and back, every byte compared"
+say "2. the same process under the handler, and a notice"
+cat >"$DIR/run.toml" <<TOML
+[job]
+name = "gpu-run"
+restore_command = ["$TESTKIT", "target", "--gpus", "1", "--bytes", "256MiB", "--fill", "mixed", "--seed", "7", "--step-ms", "100", "--suspended"]
+state_dir = "$DIR/state"
+[store]
+url = "s3://ckpt/run"
+endpoint = "$ENDPOINT"
+[preempt]
+notice = "20s"
+TOML
+start run.log "$CKPTSTREAM" run --config "$DIR/run.toml" --progress none -- "$TESTKIT" target --gpus 1 --bytes 256MiB --fill mixed --seed 7 --step-ms 100
+RUN_PID=$STARTED
+wait_for_line "$DIR/run.log" '^step 20 ' "$RUN_PID" 60 | sed 's/^/  job: /'
+"$CKPTSTREAM" status --config "$DIR/run.toml" | sed 's/^/  /'
+RUN_STATUS=0
+kill -TERM "$RUN_PID"
+wait "$RUN_PID" || RUN_STATUS=$?
+grep -v '^step ' "$DIR/run.log" | sed 's/^/  /'
+say "  exit $RUN_STATUS"
+# Refused before anything was touched, the job has the signal and ends of it; else it was saved and ended.
+case "$STATUS-$RUN_STATUS" in
+3-143 | 0-75) ;;
+*) fail "run ended with $RUN_STATUS" ;;
+esac
+
+say ""
+say "3. the whole pipeline, $BYTES of real GPU memory into the test S3 server and back, every byte compared"
 "$CKPTSTREAM" bench --data bf16 --size "$BYTES" --gpus 1 --runs 1 --to store --job gpu-check --store s3://ckpt/bench --endpoint "$ENDPOINT" --progress plain 2>&1 | sed 's/^/  /'
 
 say ""
