@@ -11,11 +11,7 @@ GPU_COUNT=2
 GPU_MIB=64
 CU_INIT_MS=3000
 
-if [ -z "${BIN_DIR:-}" ]; then
-    need_build_tools
-    build_all
-    BIN_DIR=$TARGET_DIR/release
-fi
+need_programs
 DIR=$(mktemp -d)
 clean_up() {
     local status=$?

@@ -6,12 +6,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-if [ -z "${BIN_DIR:-}" ]; then
-    need_build_tools
-    build_all
-    BIN_DIR=$TARGET_DIR/release
-fi
-BIN_DIR=$(cd "$BIN_DIR" && pwd)
+need_programs
 need shellcheck shellcheck
 PYTHON=$(VENV_NAME=venv-deploy python_with 'PyYAML==6.*')
 

@@ -62,6 +62,16 @@ build_all() {
     cargo build --release --workspace --all-targets --locked
 }
 
+# need_programs: BIN_DIR is the folder with the programs, the caller's, or else that of the one build, which is made.
+need_programs() {
+    if [ -z "${BIN_DIR:-}" ]; then
+        need_build_tools
+        build_all
+        BIN_DIR=$TARGET_DIR/release
+    fi
+    BIN_DIR=$(cd "$BIN_DIR" && pwd)
+}
+
 # binary NAME: the path of a built program.
 binary() {
     printf '%s\n' "$TARGET_DIR/release/$1"

@@ -13,12 +13,7 @@ STEP_MS=100
 PATIENCE=60
 
 [ "$(id -u)" -eq 0 ] || fail "a pid namespace needs root"
-if [ -z "${BIN_DIR:-}" ]; then
-    need_build_tools
-    build_all
-    BIN_DIR=$TARGET_DIR/release
-fi
-BIN_DIR=$(cd "$BIN_DIR" && pwd)
+need_programs
 CKPTSTREAM=$BIN_DIR/ckptstream
 TESTKIT=$BIN_DIR/testkit
 export EMULATED_CUDA_LIB=$BIN_DIR/libemulated_cuda.so

@@ -23,12 +23,7 @@ SHORT_STEPS=200
 PATIENCE=420
 
 [ "$(id -u)" -eq 0 ] || fail "slurmd needs root"
-if [ -z "${BIN_DIR:-}" ]; then
-    need_build_tools
-    build_all
-    BIN_DIR=$TARGET_DIR/release
-fi
-BIN_DIR=$(cd "$BIN_DIR" && pwd)
+need_programs
 TESTKIT=$BIN_DIR/testkit
 export EMULATED_CUDA_LIB=$BIN_DIR/libemulated_cuda.so
 EMULATED_DRIVER_DIR=$(emulated_driver_dir)

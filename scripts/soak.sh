@@ -18,11 +18,7 @@ STEP_MS=50
 # Until something that must come has come, in seconds: longer than ckptstream tries.
 PATIENCE=120
 
-if [ -z "${BIN_DIR:-}" ]; then
-    need_build_tools
-    build_all
-    BIN_DIR=$TARGET_DIR/release
-fi
+need_programs
 need python3 python3
 CKPTSTREAM=$BIN_DIR/ckptstream
 TESTKIT=$BIN_DIR/testkit

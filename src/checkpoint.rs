@@ -86,11 +86,7 @@ pub fn checkpoint(
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
     let custody = take_custody(session, pid)?;
     let result = checkpoint_in_custody(session, &mut clock, &custody, then, while_saved);
-    custody.end(
-        result
-            .as_ref()
-            .map_or_else(|failure| failure.code, |_| ExitCode::Ok),
-    );
+    custody.end(ExitCode::of(&result));
     Ok(Outcome {
         seconds: clock.finish(),
         ..result?
@@ -360,11 +356,7 @@ impl Armed {
                 Err(failure)
             }
         };
-        custody.end(
-            result
-                .as_ref()
-                .map_or_else(|failure| failure.code, |_| ExitCode::Ok),
-        );
+        custody.end(ExitCode::of(&result));
         Ok(Outcome {
             seconds: clock.finish(),
             ..result?

@@ -23,6 +23,7 @@ pub use raw::{
     CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawMetrics,
     RawPipeline, RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
 };
+pub(crate) use supervise::NOTICE_SIGNALS;
 pub use supervise::{Contexts, DeadlinePolicy, MetricsConfig, PreemptConfig, RunConfig, Source};
 
 use value::{GIB, MIB, Setting, TIB};

@@ -68,6 +68,16 @@ impl ExitCode {
         ExitCode::RestoreFailed,
     ];
 
+    /// As exit statuses of `run` and `watch`, whose others are the job's, verdicts begin here.
+    pub const VERDICTS_FROM: u8 = 200;
+
+    /// What a command's result means.
+    pub(crate) fn of<T>(result: &Result<T, Failure>) -> Self {
+        result
+            .as_ref()
+            .map_or_else(|failure| failure.code, |_| ExitCode::Ok)
+    }
+
     /// The one with this number.
     pub fn from_code(code: u8) -> Option<Self> {
         let mut all = Self::ALL.iter().copied();

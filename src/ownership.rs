@@ -145,9 +145,7 @@ impl Ownership {
             writer: self.writer.clone(),
             status,
         };
-        let is_taken = |there: &Entry| matches!(there, Entry::Open { .. });
-        append(store, &self.job, self.log.next_slot(), &finished, &is_taken).await?;
-        Ok(())
+        self.say(store, &finished).await
     }
 
     /// An image failed to restore again and again: it is not tried any more.
@@ -159,8 +157,13 @@ impl Ownership {
             writer: self.writer.clone(),
             generation,
         };
+        self.say(store, &bad).await
+    }
+
+    /// Appends an entry, unless the job was taken since the log was read.
+    async fn say(&self, store: &dyn Store, entry: &Entry) -> Result<(), OwnershipError> {
         let is_taken = |there: &Entry| matches!(there, Entry::Open { .. });
-        append(store, &self.job, self.log.next_slot(), &bad, &is_taken).await?;
+        append(store, &self.job, self.log.next_slot(), entry, &is_taken).await?;
         Ok(())
     }
 

@@ -12,6 +12,8 @@ mod gcp;
 mod http;
 mod signals;
 
+pub(crate) use signals::handled as handled_signals;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
@@ -43,6 +45,11 @@ pub struct Notice {
 }
 
 impl Notice {
+    /// When a save has to be over that is to end so long before the node goes away.
+    pub fn due(&self, margin: Duration) -> Instant {
+        self.gone_at.checked_sub(margin).unwrap_or(self.gone_at)
+    }
+
     fn has_expired(&self) -> bool {
         self.gone_at.elapsed() > EXPIRES_AFTER
     }
@@ -93,8 +100,10 @@ impl Board {
         let gone_at = now
             .checked_add(left)
             .unwrap_or(now + Duration::from_secs(365 * 24 * 3600));
-        self.0
-            .send_if_modified(|standing| match standing.notices.get_mut(source) {
+        self.0.send_if_modified(|standing| {
+            // A new one is not a repetition of one that came to nothing.
+            standing.notices.retain(|_, notice| !notice.has_expired());
+            match standing.notices.get_mut(source) {
                 Some(notice) if notice.gone_at <= gone_at => false,
                 Some(notice) => {
                     tracing::warn!("{source}: {text}; {:.1} s are left now", left.as_secs_f64());
@@ -119,7 +128,8 @@ impl Board {
                     );
                     true
                 }
-            });
+            }
+        });
     }
 
     /// The source's notice does not stand any more.
@@ -300,6 +310,20 @@ mod tests {
         assert_eq!(earliest.text, "SIGUSR1");
         assert_eq!(board.standing().raised(), 1, "it is one notice");
         board.raise("file", Duration::MAX, "for ever");
+    }
+
+    #[test]
+    fn a_notice_after_one_that_came_to_nothing_is_a_new_one() {
+        let board = Board::default();
+        board.raise("signal", SECOND, "SIGTERM");
+        let expired = Instant::now() - EXPIRES_AFTER - SECOND;
+        board.0.send_modify(|standing| {
+            standing.notices.get_mut("signal").unwrap().gone_at = expired;
+        });
+        assert!(board.standing().earliest().is_none());
+        board.raise("signal", 30 * SECOND, "SIGTERM");
+        assert!(board.standing().earliest().is_some());
+        assert_eq!(board.standing().raised(), 2);
     }
 
     #[test]

@@ -86,10 +86,7 @@ pub fn restore(session: &Session, pid: u32, wanted: Wanted) -> Result<Outcome, F
             PipelineError::of_story(panic.as_ref()),
         ))
     });
-    custody.end(
-        done.as_ref()
-            .map_or_else(|failure| failure.code, |_| ExitCode::Ok),
-    );
+    custody.end(ExitCode::of(&done));
     Ok(Outcome {
         seconds: clock.finish(),
         ..done?

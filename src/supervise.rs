@@ -40,7 +40,7 @@ use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::journal;
 use crate::outcome::Outcome;
 use crate::ownership::{self, Ownership, OwnershipError, WhileSaved};
-use crate::preempt::{Board, Notice};
+use crate::preempt::{Board, Notice, Standing};
 use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Wanted};
 use crate::resume;
@@ -449,7 +449,7 @@ impl<'a> Supervisor<'a> {
                 });
                 return Ok((started?, None));
             };
-            let failure = match self.restored(&image) {
+            let mut failure = match self.restored(&image) {
                 Ok(job) => return Ok((job, Some(image))),
                 Err(failure) => failure,
             };
@@ -457,29 +457,27 @@ impl<'a> Supervisor<'a> {
                 return Err(failure);
             }
             tries_left -= 1;
-            let why = one_line(failure.cause.as_ref());
             tracing::error!(
-                "image {} was not restored: {why}",
-                image_id(image.generation)
+                "image {} was not restored: {}",
+                image_id(image.generation),
+                one_line(failure.cause.as_ref())
             );
             if tries_left == 0 {
-                self.count_failed_run(&image, failure, &why)?;
+                if !self.counts_as_bad(&image, &mut failure) {
+                    return Err(failure);
+                }
                 tries_left = TRIES;
             }
         }
     }
 
-    /// The third run that fails says in the log that the image is bad, and takes the one before it. Every other one ends with the failure.
-    fn count_failed_run(
-        &self,
-        image: &Image,
-        mut failure: Failure,
-        why: &str,
-    ) -> Result<(), Failure> {
+    /// Counts a run that failed to restore an image; what came of that is added to the failure. Whether the image is bad now, which the third run says in the log: then there may be one before it.
+    fn counts_as_bad(&self, image: &Image, failure: &mut Failure) -> bool {
         let generation = image.generation;
+        let why = one_line(failure.cause.as_ref());
         let counted = self.with_ours(async |ours, store| {
             let job = &self.session.config.job;
-            let number = failed_run(store, job, &image.attempt, why).await?;
+            let number = failed_run(store, job, &image.attempt, &why).await?;
             if number < FAILED_RUNS {
                 return Ok(number);
             }
@@ -493,7 +491,7 @@ impl<'a> Supervisor<'a> {
                 tracing::error!(
                     "image {id} failed to restore in {FAILED_RUNS} runs, and is not tried any more"
                 );
-                return Ok(());
+                return true;
             }
             Some(Ok(number)) => failure.notes.push(format!(
                 "image {id} failed to restore in {number} of {FAILED_RUNS} runs; start the job again, on another node if need be"
@@ -504,7 +502,7 @@ impl<'a> Supervisor<'a> {
             )),
             None => {}
         }
-        Err(failure)
+        false
     }
 
     /// The image that the job goes on from, or the proof that there is none.
@@ -600,10 +598,9 @@ impl<'a> Supervisor<'a> {
     }
 
     fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
-        let restored_at = Instant::now();
         let whereabouts = Whereabouts::of(&self.session.config);
         whereabouts.note(job.pid);
-        let ended = self.watch_until_the_end(job, from, restored_at);
+        let ended = self.watch_until_the_end(job, from);
         // A job that was left as it is stays where it is.
         if job.status().is_some() || ended.is_ok() {
             whereabouts.forget();
@@ -615,8 +612,8 @@ impl<'a> Supervisor<'a> {
         &mut self,
         job: &JobProcess,
         from: Option<&Image>,
-        restored_at: Instant,
     ) -> Result<End, Failure> {
+        let restored_at = Instant::now();
         let interval = self.session.config.run.interval;
         let next_interval = move || interval.map(|interval| Instant::now() + interval);
         let mut watch = Watch {
@@ -701,12 +698,9 @@ impl<'a> Supervisor<'a> {
         let why = format!(
             "the job {status} within {SETTLES_WITHIN:?} after it was restored from image {id}"
         );
-        let failure = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why.clone());
-        let is_bad = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why.clone());
-        match self.count_failed_run(image, failure, &why) {
-            Ok(()) => is_bad,
-            Err(failure) => failure,
-        }
+        let mut failure = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why);
+        self.counts_as_bad(image, &mut failure);
+        failure
     }
 
     fn tell_of(&self, arming: &Arming) {
@@ -764,13 +758,14 @@ impl<'a> Supervisor<'a> {
     /// One save before the node goes away.
     fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
-        let mut prepared = match self.prepared(job, watch, self.due(notice)) {
+        let margin = self.session.config.preempt.margin;
+        let mut prepared = match self.prepared(job, watch, notice.due(margin)) {
             Ok(prepared) => prepared,
             Err(failure) => return self.failed(&self.session, job, failure),
         };
         // Another one may have come meanwhile.
         let standing = self.board.standing();
-        let deadline = self.due(standing.earliest().unwrap_or(notice));
+        let deadline = standing.earliest().unwrap_or(notice).due(margin);
         if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
             match self.session.config.preempt.policy {
                 DeadlinePolicy::Refuse => {
@@ -785,7 +780,6 @@ impl<'a> Supervisor<'a> {
             }
         }
         let session = prepared.session().clone();
-        session.set_deadline(Some(deadline));
         let _follows = self.follow_notices(&session);
         let shown = (self.show)(&session);
         let waited = notice.heard_at.elapsed().as_secs_f64();
@@ -807,22 +801,18 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// When a save has to be over.
-    fn due(&self, notice: &Notice) -> Instant {
-        let margin = self.session.config.preempt.margin;
-        let gone_at = notice.gone_at;
-        gone_at.checked_sub(margin).unwrap_or(gone_at)
-    }
-
-    /// A notice that comes, or gives less time, during a save counts for it; one that is withdrawn leaves the others.
+    /// The notices that stand are a save's deadline, those that come during it, too; one that is withdrawn leaves the others.
     fn follow_notices(&self, session: &Session) -> Following {
-        let (following, mut changes) = (session.clone(), self.board.subscribe());
+        let mut changes = self.board.subscribe();
         let margin = self.session.config.preempt.margin;
+        let following = session.clone();
+        let follow = move |standing: &Standing| {
+            following.set_deadline(standing.earliest().map(|it| it.due(margin)));
+        };
+        follow(&changes.borrow_and_update());
         Following(self.session.runtime.spawn(async move {
             while changes.changed().await.is_ok() {
-                let earliest = changes.borrow_and_update().earliest().map(|it| it.gone_at);
-                let due = earliest.map(|gone_at| gone_at.checked_sub(margin).unwrap_or(gone_at));
-                following.set_deadline(due);
+                follow(&changes.borrow_and_update());
             }
         }))
     }
@@ -834,7 +824,7 @@ impl<'a> Supervisor<'a> {
         watch: &mut Watch,
         deadline: Instant,
     ) -> Result<Armed, Failure> {
-        let armed = watch.arming.take(Some(deadline));
+        let armed = watch.arming.take(deadline);
         let driver = self.driver.open()?;
         // The job may have come by another GPU process since.
         let found = gpu_process(&driver, job);

@@ -13,18 +13,7 @@ use futures::stream::SelectAll;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, wait};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Everything that may be sent to a container.
-const FORWARDED: [Signal; 9] = [
-    Signal::TERM,
-    Signal::INT,
-    Signal::QUIT,
-    Signal::HUP,
-    Signal::USR1,
-    Signal::USR2,
-    Signal::XCPU,
-    Signal::POWER,
-    Signal::WINCH,
-];
+use crate::preempt::handled_signals;
 
 /// Whether we are process 1 of our pid namespace.
 pub(super) fn is_init() -> bool {
@@ -38,7 +27,7 @@ pub(super) fn stand_in() -> io::Result<u8> {
         .build()?;
     runtime.block_on(async {
         let mut signals = SelectAll::new();
-        for number in FORWARDED {
+        for (_, number) in handled_signals() {
             let stream = signal(SignalKind::from_raw(number.as_raw()))?;
             signals.push(Box::pin(every(stream, number)));
         }

@@ -178,7 +178,7 @@ fn usage(error: &clap::Error, started: Instant) -> std::process::ExitCode {
     // Up to 200 the status of these is the job's.
     let mut typed = typed.iter().take_while(|word| *word != "--");
     if typed.any(|word| word == "run" || word == "watch") {
-        return std::process::ExitCode::from(supervise::VERDICTS_FROM + ExitCode::Config.code());
+        return std::process::ExitCode::from(ExitCode::VERDICTS_FROM + ExitCode::Config.code());
     }
     std::process::ExitCode::from(ExitCode::Config.code())
 }
@@ -224,10 +224,7 @@ impl Run<'_> {
     /// Does what was asked. `job` becomes known on the way.
     fn execute(&self, job: &mut Option<String>) -> Result<Option<Done>, Failure> {
         self.refuse_early()?;
-        let raw = match &self.args.common.config {
-            Some(path) => RawConfig::read(path).map_err(config_failure)?,
-            None => RawConfig::default(),
-        };
+        let raw = self.raw()?;
         let overrides = self.args.overrides();
         let named = JobName::resolve(&overrides, &raw).map_err(config_failure)?;
         *job = named.as_ref().map(ToString::to_string);
@@ -361,6 +358,14 @@ impl Run<'_> {
             }
         }
         std::process::ExitCode::SUCCESS
+    }
+
+    /// The configuration file as written.
+    fn raw(&self) -> Result<RawConfig, Failure> {
+        match &self.args.common.config {
+            Some(path) => RawConfig::read(path).map_err(config_failure),
+            None => Ok(RawConfig::default()),
+        }
     }
 
     /// What is wrong whatever the configuration says.
@@ -532,21 +537,11 @@ impl Run<'_> {
         work: impl FnOnce(&Session) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         Ground::stand(self.args.command.signal_effect(), meter, |ground| {
-            let session = Session::open(
-                config,
-                ground.runtime.handle().clone(),
-                ground.meter.clone(),
-                ground.cancel.clone(),
-            )?;
-            let session = Session {
-                guard: Some(PathBuf::from(OURSELVES)),
-                ..session
-            };
             let session = match &self.args.command {
                 Command::Checkpoint(command) if command.force_abandon => {
-                    session.may_be_abandoned(&ground.again)
+                    ground.session(config)?.may_be_abandoned(&ground.again)
                 }
-                _ => session,
+                _ => ground.session(config)?,
             };
             let _progress = Progress::start(self.mode, session.clone(), self.console.clone());
             work(&session)
@@ -555,6 +550,20 @@ impl Run<'_> {
 }
 
 impl Ground {
+    /// A session on it, whose targets we guard ourselves.
+    fn session(&self, config: Config) -> Result<Session, Failure> {
+        let session = Session::open(
+            config,
+            self.runtime.handle().clone(),
+            Arc::clone(&self.meter),
+            self.cancel.clone(),
+        )?;
+        Ok(Session {
+            guard: Some(PathBuf::from(OURSELVES)),
+            ..session
+        })
+    }
+
     /// Starts the network's threads and watches for signals, which have this effect, while `work` works.
     fn stand<T>(
         signal_effect: &'static str,

@@ -5,10 +5,11 @@
 
 use std::io;
 
-use rustix::process::Signal;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
+
+use crate::preempt::handled_signals;
 
 /// From now on the first of these signals goes to `cancel`, and whatever comes after it to `again`. `effect` says what the first one does, for the log.
 ///
@@ -53,17 +54,8 @@ pub(super) fn watch(
 /// The system refused a handler.
 pub(super) fn outlive(runtime: &Runtime) -> io::Result<()> {
     let _inside = runtime.enter();
-    for kind in [
-        SignalKind::interrupt(),
-        SignalKind::terminate(),
-        SignalKind::hangup(),
-        SignalKind::quit(),
-        SignalKind::user_defined1(),
-        SignalKind::user_defined2(),
-        SignalKind::from_raw(Signal::XCPU.as_raw()),
-        SignalKind::from_raw(Signal::POWER.as_raw()),
-    ] {
-        let mut signals = signal(kind)?;
+    for (_, number) in handled_signals() {
+        let mut signals = signal(SignalKind::from_raw(number.as_raw()))?;
         runtime.spawn(async move { while signals.recv().await.is_some() {} });
     }
     Ok(())

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::args::{Command, NotifyArgs, RunArgs};
 use super::progress::{Mode, Progress};
 use super::report::{Done, RunReport};
-use super::{Ground, OURSELVES, Run, config_failure, init};
+use super::{Ground, Run, config_failure, init};
 use crate::config::{Config, ConfigError, Environment, Overrides, RawConfig};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::pipeline::PipelineError;
@@ -21,9 +21,6 @@ use crate::preempt::{self, Board};
 use crate::progress::Meter;
 use crate::session::Session;
 use crate::supervise::{Answer, End, Question, Report, Supervisor, Verdict, ask};
-
-/// Our own verdicts begin here.
-pub(super) const VERDICTS_FROM: u8 = 200;
 
 impl Run<'_> {
     /// Runs or watches a job to its end.
@@ -84,7 +81,7 @@ impl Run<'_> {
                 .iter()
                 .for_each(|line| self.console.line(line));
         }
-        Exit::from(VERDICTS_FROM + failure.code.code())
+        Exit::from(ExitCode::VERDICTS_FROM + failure.code.code())
     }
 
     fn supervised(&self) -> Result<(End, u8), Failure> {
@@ -92,33 +89,20 @@ impl Run<'_> {
             let why = "stdout is the job's, so there is no place for --json; use --progress json for a result line on stderr";
             return Err(Failure::new(ExitCode::Config, Phase::Config, why));
         }
-        let raw = match &self.args.common.config {
-            Some(path) => RawConfig::read(path).map_err(config_failure)?,
-            None => RawConfig::default(),
-        };
-        let config = Config::resolve(&self.args.overrides(), &raw, &Environment::read())
+        let config = Config::resolve(&self.args.overrides(), &self.raw()?, &Environment::read())
             .map_err(config_failure)?;
         let requeue = config.run.requeue_exit_code;
         let end = Ground::stand_without_signals(Meter::new(), |ground| {
             let board = Board::default();
             let for_the_job = preempt::watch(ground.runtime.handle(), &config.preempt, &board)
                 .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
-            let session = Session::open(
-                config,
-                ground.runtime.handle().clone(),
-                ground.meter.clone(),
-                ground.cancel.clone(),
-            )?;
+            let session = ground.session(config)?;
             let show = |session: &Session| -> Box<dyn Any> {
                 Box::new(Progress::start(
                     self.mode,
                     session.clone(),
                     self.console.clone(),
                 ))
-            };
-            let session = Session {
-                guard: Some(OURSELVES.into()),
-                ..session
             };
             let supervisor = Supervisor::new(session, board, for_the_job, &show)?;
             match &self.args.command {

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
+use crate::error::ExitCode;
+
 use super::raw::{RawJob, RawMetrics, RawPreempt};
 use super::value::{self, Setting};
 use super::{ConfigError, StoreTimes};
@@ -131,7 +133,7 @@ const SOURCES: [(&str, Source); 6] = [
 ];
 
 /// Signals that can be a notice. SIGKILL and SIGSTOP cannot be caught, SIGCONT and SIGHUP come with other things.
-const SIGNALS: [(&str, Signal); 7] = [
+pub(crate) const NOTICE_SIGNALS: [(&str, Signal); 7] = [
     ("SIGTERM", Signal::TERM),
     ("SIGUSR1", Signal::USR1),
     ("SIGUSR2", Signal::USR2),
@@ -140,9 +142,6 @@ const SIGNALS: [(&str, Signal); 7] = [
     ("SIGXCPU", Signal::XCPU),
     ("SIGPWR", Signal::POWER),
 ];
-
-/// Exit statuses from here on are verdicts of ours.
-const VERDICTS_FROM: u32 = 200;
 
 impl RunConfig {
     pub(super) fn resolve(raw: &RawJob) -> Result<Self, ConfigError> {
@@ -164,7 +163,7 @@ impl RunConfig {
             "job.requeue_exit_code",
             raw.requeue_exit_code,
             1,
-            VERDICTS_FROM - 1,
+            u32::from(ExitCode::VERDICTS_FROM) - 1,
         )?;
         Ok(Self {
             restore_command,
@@ -188,7 +187,7 @@ impl PreemptConfig {
     pub(super) fn resolve(raw: &RawPreempt, has_spill: bool) -> Result<Self, ConfigError> {
         let sources = words("preempt.sources", raw.sources.as_deref(), &SOURCES)?;
         let sources = sources.unwrap_or_else(|| vec![Source::Signals, Source::Socket]);
-        let signals = words("preempt.signals", raw.signals.as_deref(), &SIGNALS)?;
+        let signals = words("preempt.signals", raw.signals.as_deref(), &NOTICE_SIGNALS)?;
         let signals = signals.unwrap_or_else(|| vec![Signal::TERM, Signal::USR1]);
         let time = |key: &'static str, text: Option<&str>, least: Duration, most: u64| {
             let text = Setting::file(key, text);

@@ -10,23 +10,16 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 use super::Board;
-use crate::config::{PreemptConfig, Source};
+use crate::config::{NOTICE_SIGNALS, PreemptConfig, Source};
 
 /// Name of the source.
 const SOURCE: &str = "signal";
 
 /// What would end us, or is the job's.
-const HANDLED: [(&str, Signal); 9] = [
-    ("SIGTERM", Signal::TERM),
-    ("SIGUSR1", Signal::USR1),
-    ("SIGUSR2", Signal::USR2),
-    ("SIGINT", Signal::INT),
-    ("SIGQUIT", Signal::QUIT),
-    ("SIGXCPU", Signal::XCPU),
-    ("SIGPWR", Signal::POWER),
-    ("SIGWINCH", Signal::WINCH),
-    ("SIGHUP", Signal::HUP),
-];
+pub(crate) fn handled() -> impl Iterator<Item = (&'static str, Signal)> {
+    let others = [("SIGWINCH", Signal::WINCH), ("SIGHUP", Signal::HUP)];
+    NOTICE_SIGNALS.into_iter().chain(others)
+}
 
 /// Handles them all from now on.
 pub(super) fn watch(
@@ -35,7 +28,7 @@ pub(super) fn watch(
 ) -> io::Result<mpsc::UnboundedReceiver<Signal>> {
     let (to_job, for_the_job) = mpsc::unbounded_channel();
     let are_notices = config.sources.contains(&Source::Signals);
-    for (name, number) in HANDLED {
+    for (name, number) in handled() {
         let is_notice = are_notices && config.signals.contains(&number);
         let mut signals = signal(SignalKind::from_raw(number.as_raw()))?;
         let (board, to_job, notice) = (board.clone(), to_job.clone(), config.notice);

@@ -247,15 +247,15 @@ impl Arming {
     }
 
     /// Takes what is prepared; what is coming is waited for, until the deadline at most. `None`: nothing is.
-    pub(super) fn take(&mut self, deadline: Option<Instant>) -> Option<Armed> {
+    pub(super) fn take(&mut self, deadline: Instant) -> Option<Armed> {
         match std::mem::replace(&mut self.state, State::Down) {
             State::Down => None,
             State::Up(armed) => Some(*armed),
             State::Coming(coming) => {
                 // A store that does not answer must not take the whole notice.
-                coming.session.set_deadline(deadline);
-                let until = deadline.map(|deadline| deadline + JOINED_WITHIN);
-                while !coming.thread.is_finished() && until.is_none_or(|it| Instant::now() < it) {
+                coming.session.set_deadline(Some(deadline));
+                let until = deadline + JOINED_WITHIN;
+                while !coming.thread.is_finished() && Instant::now() < until {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 if !coming.thread.is_finished() {
@@ -275,7 +275,7 @@ impl Arming {
 
     /// Gives everything back.
     pub(super) fn stand_down(&mut self) {
-        if let Some(armed) = self.take(Some(Instant::now())) {
+        if let Some(armed) = self.take(Instant::now()) {
             armed.stand_down();
         }
     }

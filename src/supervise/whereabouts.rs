@@ -3,7 +3,7 @@
 //! In: the job's process. Out: `<state_dir>/<job>.job.json` as long as it is supervised. What can fail: the directory cannot be written to, which is told.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::config::Config;
 use crate::writer::ProcessIdentity;
@@ -35,7 +35,7 @@ impl Whereabouts {
     pub(super) fn note(&self, pid: u32) {
         let noted = ProcessIdentity::of(pid)
             .map_err(io::Error::other)
-            .and_then(|job| write(&self.path, &job));
+            .and_then(|job| Ok(std::fs::write(&self.path, serde_json::to_vec(&job)?)?));
         if let Err(error) = noted {
             tracing::warn!(
                 "a later run on this node will not know of process {pid}: {}: {error}",
@@ -53,11 +53,4 @@ impl Whereabouts {
             _ => {}
         }
     }
-}
-
-fn write(path: &Path, job: &ProcessIdentity) -> io::Result<()> {
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir)?;
-    }
-    std::fs::write(path, serde_json::to_vec(job)?)
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ckptstream::supervise::{Answer, Question, ask};
+use ckptstream::supervise::{Answer, Question, Verdict, ask};
 use serde_json::json;
 
 use super::support::process::{PATIENCE, Process};
@@ -174,6 +174,20 @@ impl<'a> Job<'a> {
 
     fn start(&self) -> Supervised {
         Supervised::start(self.command(""))
+    }
+}
+
+/// Brings a notice to the supervision on the scene's node, as soon as it listens, and waits for the verdict.
+fn notified(scene: &Scene, left_seconds: Option<f64>) -> Verdict {
+    let path = scene.state_dir().join("job.sock");
+    let started = Instant::now();
+    loop {
+        match ask(&path, &Question::Notify { left_seconds }) {
+            Ok(Answer::Verdict(verdict)) => return verdict,
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => assert!(started.elapsed() < PATIENCE, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -547,14 +561,7 @@ fn held_up(phase: (&str, &str, &str), meanwhile: Meanwhile) {
     match meanwhile {
         Meanwhile::SecondSignal => run.process.signal("TERM"),
         Meanwhile::ShorterNotice => {
-            let path = scene.state_dir().join("job.sock");
-            let notify = Question::Notify {
-                left_seconds: Some(30.0),
-            };
-            let answer = ask(&path, &notify).expect("somebody listens");
-            let Answer::Verdict(verdict) = answer else {
-                panic!("{told}: {answer:?}");
-            };
+            let verdict = notified(&scene, Some(30.0));
             assert_eq!((verdict.exit_code, verdict.cause), (0, vec![]), "{told}");
         }
         Meanwhile::JobDies => run.end_the_job(),
@@ -606,13 +613,7 @@ fn a_notice_that_becomes_too_short_ends_the_save_in_time() {
     run.process.signal("TERM");
     std::thread::sleep(Duration::from_millis(300));
     let started = Instant::now();
-    let path = scene.state_dir().join("job.sock");
-    let notify = Question::Notify {
-        left_seconds: Some(1.5),
-    };
-    let Ok(Answer::Verdict(verdict)) = ask(&path, &notify) else {
-        panic!("no verdict");
-    };
+    let verdict = notified(&scene, Some(1.5));
     // Nothing else would have ended it before: a minute is left by the first notice.
     assert!(
         started.elapsed() < Duration::from_secs(30),
@@ -672,12 +673,7 @@ fn a_save_that_does_not_fit_is_refused_and_the_job_has_the_signal() {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let notify = Question::Notify {
-        left_seconds: Some(2.1),
-    };
-    let Ok(Answer::Verdict(verdict)) = ask(&path, &notify) else {
-        panic!("no verdict");
-    };
+    let verdict = notified(&scene, Some(2.1));
     assert_eq!(verdict.exit_code, 5, "{verdict:?}");
     let ended = run.ends();
     assert_eq!(ended.code, 143, "the job's own end: {ended:?}");
@@ -735,16 +731,7 @@ fn a_job_that_outlived_its_supervision_is_not_started_again() {
     let (saver, _) = job.command("");
     let command = saver.cli.command(&format!("watch --pid {pid}"));
     let third = Supervised::start((saver, command));
-    let path = scene.state_dir().join("job.sock");
-    let notify = Question::Notify { left_seconds: None };
-    let verdict = loop {
-        match ask(&path, &notify) {
-            Ok(Answer::Verdict(verdict)) => break verdict,
-            Ok(other) => panic!("{other:?}"),
-            // It does not listen yet.
-            Err(_) => std::thread::sleep(Duration::from_millis(10)),
-        }
-    };
+    let verdict = notified(&scene, None);
     assert_eq!(verdict.exit_code, 0, "{verdict:?}");
     let third = third.ends();
     assert_eq!(third.code, REQUEUE, "{third:?}");
@@ -784,16 +771,7 @@ fn a_notice_ends_the_wait_for_another_writer() {
     scene.put_entry("job", 1, &saving);
     let job = Job::new(&scene, TARGET);
     let run = job.start();
-    let path = scene.state_dir().join("job.sock");
-    let notify = Question::Notify { left_seconds: None };
-    let verdict = loop {
-        match ask(&path, &notify) {
-            Ok(Answer::Verdict(verdict)) => break verdict,
-            Ok(other) => panic!("{other:?}"),
-            // It does not listen yet.
-            Err(_) => std::thread::sleep(Duration::from_millis(10)),
-        }
-    };
+    let verdict = notified(&scene, None);
     assert_eq!(verdict.exit_code, 7, "{verdict:?}");
     let ended = run.ends();
     assert_eq!(ended.code, REQUEUE, "{ended:?}");
