@@ -35,7 +35,7 @@ impl Whereabouts {
     pub(super) fn note(&self, pid: u32) {
         let noted = ProcessIdentity::of(pid)
             .map_err(io::Error::other)
-            .and_then(|job| Ok(std::fs::write(&self.path, serde_json::to_vec(&job)?)?));
+            .and_then(|job| std::fs::write(&self.path, serde_json::to_vec(&job)?));
         if let Err(error) = noted {
             tracing::warn!(
                 "a later run on this node will not know of process {pid}: {}: {error}",
