@@ -30,6 +30,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
+use tracing::Span;
 
 use crate::config::{OnFailure, SpillWhen};
 use crate::custody::{Custody, CustodyError};
@@ -51,6 +52,7 @@ use crate::session::{Interrupted, Session};
 use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 use crate::watchdog;
+use crate::writer::random_hex;
 use attempt::Attempt;
 use commit::commit;
 use memory::{Memory, plan};
@@ -83,9 +85,16 @@ pub fn checkpoint(
         (Some(_), WhileSaved::Wait) => WhileSaved::TakeOver,
         (_, wanted) => wanted,
     };
+    let nonce = random_hex::<16>();
+    let _named = named(&nonce).entered();
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
     let custody = take_custody(session, pid)?;
-    let result = checkpoint_in_custody(session, &mut clock, &custody, then, while_saved);
+    let wanted = Wanted {
+        nonce,
+        then,
+        while_saved: Some(while_saved),
+    };
+    let result = checkpoint_in_custody(session, &mut clock, &custody, wanted);
     custody.end(ExitCode::of(&result));
     Ok(Outcome {
         seconds: clock.finish(),
@@ -97,20 +106,23 @@ fn checkpoint_in_custody(
     session: &Session,
     clock: &mut PhaseClock,
     custody: &Custody,
-    then: Then,
-    while_saved: WhileSaved,
+    wanted: Wanted,
 ) -> Result<Outcome, Failure> {
-    let wanted = Wanted {
-        then,
-        while_saved: Some(while_saved),
-    };
+    let then = wanted.then;
     let prepared = prepare(session, clock.phase(), custody, wanted)?;
     save_prepared(session, clock, custody, then, prepared)
 }
 
+/// All that is said about a save names it, by the name of its prefix in the store.
+fn named(nonce: &str) -> Span {
+    tracing::error_span!("save", trace = nonce)
+}
+
 /// What a save is prepared for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct Wanted {
+    /// Name of its attempt.
+    nonce: String,
     then: Then,
     /// `None`: nothing is announced yet, because nobody knows when the save begins; the job is opened already.
     while_saved: Option<WhileSaved>,
@@ -145,9 +157,12 @@ fn prepare(
         // A target that is not saved at once may use more memory by then.
         let in_use = wanted.while_saved.is_some();
         // The store is asked while contexts and buffers are made: neither needs the other, and each may take a second.
+        let (nonce, while_saved, span) = (wanted.nonce, wanted.while_saved, Span::current());
         std::thread::scope(|scope| {
-            let opening =
-                scope.spawn(|| Attempt::open(session, &driver, custody, wanted.while_saved));
+            let opening = scope.spawn(|| {
+                let _named = span.entered();
+                Attempt::open(session, &driver, custody, nonce, while_saved)
+            });
             let allocate =
                 AssertUnwindSafe(|| Memory::allocate(session, &driver, plan, runs, in_use));
             let memory = catch_unwind(allocate);
@@ -277,8 +292,11 @@ impl std::fmt::Debug for Armed {
 /// # Errors
 /// As [`checkpoint`] before the lock.
 pub fn arm(session: Session, pid: u32) -> Result<Armed, Failure> {
+    let nonce = random_hex::<16>();
+    let _named = named(&nonce).entered();
     let custody = take_custody(&session, pid)?;
     let wanted = Wanted {
+        nonce,
         then: Then::Suspend,
         while_saved: None,
     };
@@ -343,6 +361,7 @@ impl Armed {
             mut prepared,
             ..
         } = self;
+        let _named = named(&prepared.attempt.nonce).entered();
         let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
         let announced = prepared
             .attempt

@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use crate::error::Phase;
 use crate::timeline::Recorder;
@@ -60,6 +61,7 @@ pub struct Meter {
 struct MeterState {
     phases: Vec<Phase>,
     lanes: Vec<Arc<LaneMeter>>,
+    due: Option<Instant>,
 }
 
 /// One look at a [`Meter`].
@@ -126,6 +128,16 @@ impl Meter {
         if let Some(recorder) = &self.recorder {
             recorder.mark(kind, what());
         }
+    }
+
+    /// The transfer has to be over by then, if that is known; it may change while it is under way.
+    pub fn set_due(&self, due: Option<Instant>) {
+        self.lock().due = due;
+    }
+
+    /// See [`Meter::set_due`].
+    pub fn due(&self) -> Option<Instant> {
+        self.lock().due
     }
 
     /// Announces the phase that begins now.

@@ -75,6 +75,7 @@ pub struct Wanted {
 /// # Errors
 /// A [`Failure`] with the code of PROTOCOL section 6, the target as looked up, and the cause.
 pub fn restore(session: &Session, pid: u32, wanted: Wanted) -> Result<Outcome, Failure> {
+    let _named = tracing::error_span!("restore", trace = random_hex::<16>()).entered();
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
     let custody = take_custody(session, pid)?;
     let work = AssertUnwindSafe(|| put_back(session, &mut clock, &custody, wanted));

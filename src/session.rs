@@ -115,7 +115,13 @@ impl Session {
         let mut time = self.time();
         time.deadline = deadline;
         self.store.set_deadline(deadline);
-        self.store_after_begin.set_deadline(time.for_the_store());
+        self.set_due(&time);
+    }
+
+    fn set_due(&self, time: &Time) {
+        let due = time.for_the_store();
+        self.store_after_begin.set_deadline(due);
+        self.meter.set_due(due);
     }
 
     fn time(&self) -> std::sync::MutexGuard<'_, Time> {
@@ -136,7 +142,7 @@ impl Session {
     pub fn keep_back(&self, needed: Duration) {
         let mut time = self.time();
         time.kept_back = needed;
-        self.store_after_begin.set_deadline(time.for_the_store());
+        self.set_due(&time);
     }
 
     /// Takes back [`Session::keep_back`].

@@ -16,52 +16,44 @@
 //! The job is started afresh only on proof that there is no image, or that it finished. It is ended only after the commit of an image that can be restored without it.
 
 mod arming;
+mod begin;
 mod desk;
+mod lookout;
 mod metrics;
 mod process;
+mod saving;
 mod service;
 mod tally;
 mod whereabouts;
 
 use std::any::Any;
-use std::error::Error;
 use std::ffi::OsString;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
-use crate::checkpoint::{self, Armed, Then};
-use crate::config::{DeadlinePolicy, JobName, Source};
-use crate::driver::ProcessState;
+use crate::config::Source;
 use crate::error::{ExitCode, Failure, Phase, one_line};
-use crate::image::{Image, ImageError, ImageRef, image_id};
+use crate::image::{Image, image_id};
 use crate::journal;
 use crate::outcome::Outcome;
-use crate::ownership::{self, Ownership, OwnershipError, WhileSaved};
-use crate::preempt::{Board, Notice, Standing};
-use crate::recover::{self, RecoverOptions};
-use crate::restore::{self, Wanted};
-use crate::resume;
+use crate::ownership::{Ownership, OwnershipError};
+use crate::preempt::{Board, Notice};
 use crate::session::Session;
-use crate::store::{Key, PutOutcome, Store, StoreError};
-use crate::upkeep;
-use crate::writer::{ProcessIdentity, now_ms, random_hex};
+use crate::store::{Store, StoreError};
 
 pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
 pub use process::{JobProcess, Status};
 pub use tally::Ever;
 
-use arming::{Arming, WarmDriver, gpu_process};
+use arming::{Arming, WarmDriver};
 use desk::Desk;
+use lookout::Lookout;
+use saving::Saved;
 use whereabouts::Whereabouts;
-
-/// Tries to restore one image in one run. What fails twice on a node may do well on another.
-const TRIES: u32 = 2;
-
-/// Runs that fail to restore an image before it is called `bad`, and an older one is taken.
-const FAILED_RUNS: u32 = 3;
 
 /// A job that ends badly so soon after a restore counts as one that was not restored.
 const SETTLES_WITHIN: Duration = Duration::from_secs(10);
@@ -74,9 +66,6 @@ const COUNTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Pause before a save that failed is tried again.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
-
-/// Pause between two looks at a process that comes up.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// How a supervised job ended.
 #[derive(Debug)]
@@ -102,7 +91,7 @@ pub struct Supervisor<'a> {
     desk: Desk,
     driver: WarmDriver,
     /// The notice that is being dealt with, as the store knows it.
-    noted: Option<tokio::task::JoinHandle<Option<String>>>,
+    noted: Option<JoinHandle<Option<String>>>,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -110,6 +99,16 @@ impl std::fmt::Debug for Supervisor<'_> {
         f.debug_struct("Supervisor")
             .field("board", &self.board)
             .finish_non_exhaustive()
+    }
+}
+
+/// Something of the runtime's that ends when this does.
+#[derive(Debug)]
+struct UnderWay(JoinHandle<()>);
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 
@@ -122,22 +121,6 @@ enum Event {
     Interval,
     /// It is time to look after what is prepared.
     Tend,
-}
-
-/// What a save has led to.
-enum Saved {
-    /// The image is committed, and the process suspended.
-    Committed(Box<Outcome>),
-    /// The image is committed, and the process is not as it should be.
-    Astray(Failure),
-    /// There was nothing to save any more.
-    JobEnded,
-    /// The job runs; the save may be tried again.
-    RunsOn(Failure),
-    /// The job runs, and another try would not change that.
-    Refused(Failure),
-    /// The job does not run, and nobody here can do anything about it.
-    Stuck(Failure),
 }
 
 /// What goes on from one save to the next.
@@ -155,9 +138,25 @@ struct Watch {
     locked_before: Option<f64>,
     /// When it ended.
     last_in_passing: Instant,
-    pruning: Option<std::thread::JoinHandle<()>>,
+    upkeep: Option<std::thread::JoinHandle<()>>,
     /// A signal or a notice came: what becomes of the job then tells nothing of its image.
     is_disturbed: bool,
+}
+
+impl Watch {
+    fn new(arming: Arming, next_interval: Option<Instant>) -> Self {
+        Self {
+            arming,
+            rate: None,
+            refused: 0,
+            not_before: None,
+            next_interval,
+            locked_before: None,
+            last_in_passing: Instant::now(),
+            upkeep: None,
+            is_disturbed: false,
+        }
+    }
 }
 
 impl<'a> Supervisor<'a> {
@@ -231,17 +230,15 @@ impl<'a> Supervisor<'a> {
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
         self.must_be_restorable()?;
         self.must_not_run_already()?;
-        let opened = self.open_unless_there_is_a_notice();
-        if self.session.cancel.is_cancelled() || self.board.standing().earliest().is_some() {
-            // Whatever there is in the store is all that there is.
-            self.give_up_the_job();
-            return Ok(End::NotStarted);
-        }
-        opened?;
         match self.begin(program, args) {
             Ok((job, from)) => self.watch_over(&job, from.as_ref()),
             Err(failure) => {
                 self.give_up_the_job();
+                if self.must_not_begin() {
+                    // Whatever there is in the store is all that there is.
+                    tracing::info!("not started: {}", one_line(failure.cause.as_ref()));
+                    return Ok(End::NotStarted);
+                }
                 Err(failure)
             }
         }
@@ -347,74 +344,6 @@ impl<'a> Supervisor<'a> {
         Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
     }
 
-    /// Everything before the job's start, which may wait for others; a notice ends it.
-    fn open_unless_there_is_a_notice(&mut self) -> Result<(), Failure> {
-        let (cancel, mut changes) = (self.session.cancel.clone(), self.board.subscribe());
-        let cancelling = self.session.runtime.spawn(async move {
-            let is_there = changes.wait_for(|standing| standing.earliest().is_some());
-            if is_there.await.is_ok() {
-                cancel.cancel();
-            }
-        });
-        self.settle();
-        let opened = self.open_the_job();
-        cancelling.abort();
-        opened
-    }
-
-    /// An earlier run that was killed has left the job running here.
-    fn must_not_run_already(&self) -> Result<(), Failure> {
-        let Some(job) = Whereabouts::of(&self.session.config).left_behind() else {
-            return Ok(());
-        };
-        let pid = job.pid;
-        let why = format!(
-            "process {pid} of this job runs on this node already; where nobody watches over it any more, `ckptstream watch --pid {pid}` takes it over, and to have it restored instead it is to be ended first"
-        );
-        Err(Failure::new(ExitCode::NotOurs, Phase::Prepare, why))
-    }
-
-    /// What earlier runs have left on this node comes first: it may be newer than all that is in the store.
-    fn settle(&self) {
-        let session = &self.session;
-        let options = RecoverOptions::default();
-        match recover::recover(session, Some(&session.config.job), options) {
-            Ok(recovered) => {
-                for row in recovered.targets {
-                    tracing::warn!("process {} ({}): {}", row.pid, row.state, row.verdict);
-                }
-            }
-            Err(failure) => tracing::warn!(
-                "what earlier runs left on this node is not known: {}",
-                one_line(failure.cause.as_ref())
-            ),
-        }
-        if session.config.spill.place.is_none() {
-            return;
-        }
-        match resume::resume(session) {
-            Ok(outcome) => tracing::warn!("the sealed save was finished: image {}", outcome.image),
-            Err(failure) if failure.code == ExitCode::NothingToSave => {}
-            Err(failure) => tracing::warn!(
-                "a sealed save was not finished: {}",
-                one_line(failure.cause.as_ref())
-            ),
-        }
-    }
-
-    /// Waits for whoever saves the job, then takes it: whoever had it until now is fenced.
-    fn open_the_job(&mut self) -> Result<(), Failure> {
-        let (store, job) = (&*self.session.store, &self.session.config.job);
-        let cancel = &self.session.cancel;
-        let opened = self.session.wait(async {
-            let log = ownership::wait_for_savers(store, job, WhileSaved::Wait, cancel).await?;
-            Ownership::open(store, job, &random_hex::<16>(), log).await
-        });
-        let ours = opened.map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
-        self.session.ours = Some(Arc::new(Mutex::new(ours)));
-        Ok(())
-    }
-
     /// Nothing came of it: whoever had the job before may go on.
     fn give_up_the_job(&self) {
         let given_up = self.with_ours(async |ours, store| ours.give_up(store).await);
@@ -431,170 +360,6 @@ impl<'a> Supervisor<'a> {
             let mut ours = ours.lock().await;
             deed(&mut ours, store).await
         }))
-    }
-
-    /// The job's process: restored where there is an image, which comes with it, started where it is proved that there is none.
-    fn begin(
-        &self,
-        program: &OsString,
-        args: &[OsString],
-    ) -> Result<(JobProcess, Option<Image>), Failure> {
-        let mut tries_left = TRIES;
-        loop {
-            let Some(image) = self.newest()? else {
-                tracing::warn!("starting the job: it has no image");
-                let started = JobProcess::start(program, args).map_err(|error| {
-                    let why = format!("{} cannot be started: {error}", program.display());
-                    Failure::new(ExitCode::Preflight, Phase::Prepare, why)
-                });
-                return Ok((started?, None));
-            };
-            let mut failure = match self.restored(&image) {
-                Ok(job) => return Ok((job, Some(image))),
-                Err(failure) => failure,
-            };
-            if failure.code != ExitCode::RestoreFailed {
-                return Err(failure);
-            }
-            tries_left -= 1;
-            tracing::error!(
-                "image {} was not restored: {}",
-                image_id(image.generation),
-                one_line(failure.cause.as_ref())
-            );
-            if tries_left == 0 {
-                if !self.counts_as_bad(&image, &mut failure) {
-                    return Err(failure);
-                }
-                tries_left = TRIES;
-            }
-        }
-    }
-
-    /// Counts a run that failed to restore an image; what came of that is added to the failure. Whether the image is bad now, which the third run says in the log: then there may be one before it.
-    fn counts_as_bad(&self, image: &Image, failure: &mut Failure) -> bool {
-        let generation = image.generation;
-        let why = one_line(failure.cause.as_ref());
-        let counted = self.with_ours(async |ours, store| {
-            let job = &self.session.config.job;
-            let number = failed_run(store, job, &image.attempt, &why).await?;
-            if number < FAILED_RUNS {
-                return Ok(number);
-            }
-            ours.must_be_ours(store).await?;
-            ours.call_bad(store, generation).await?;
-            Ok::<_, Box<dyn Error + Send + Sync>>(number)
-        });
-        let id = image_id(generation);
-        match counted {
-            Some(Ok(FAILED_RUNS)) => {
-                tracing::error!(
-                    "image {id} failed to restore in {FAILED_RUNS} runs, and is not tried any more"
-                );
-                return true;
-            }
-            Some(Ok(number)) => failure.notes.push(format!(
-                "image {id} failed to restore in {number} of {FAILED_RUNS} runs; start the job again, on another node if need be"
-            )),
-            Some(Err(error)) => failure.attached.push(format!(
-                "that image {id} failed to restore was not written down: {}",
-                one_line(error.as_ref())
-            )),
-            None => {}
-        }
-        false
-    }
-
-    /// The image that the job goes on from, or the proof that there is none.
-    fn newest(&self) -> Result<Option<Image>, Failure> {
-        let session = &self.session;
-        match restore::open_image(session, ImageRef::Latest) {
-            Ok((_, _, Some(sealed))) => {
-                Err(Failure::new(ExitCode::RestoreRefused, Phase::Read, sealed))
-            }
-            Ok((image, ..)) => Ok(Some(image)),
-            Err(failure) => match failure.cause.downcast_ref::<ImageError>() {
-                Some(ImageError::NoImage { .. }) => Ok(None),
-                _ => Err(Failure {
-                    code: ExitCode::RestoreRefused,
-                    ..failure
-                }),
-            },
-        }
-    }
-
-    /// A new process with the image's bytes. On failure there is none.
-    fn restored(&self, image: &Image) -> Result<JobProcess, Failure> {
-        let refused = |why: String| Failure::new(ExitCode::RestoreRefused, Phase::Read, why);
-        let config = &self.session.config;
-        let id = image_id(image.generation);
-        let Some((program, args)) = config.run.restore_command.split_first() else {
-            return Err(refused(format!(
-                "image {id} of job {} cannot be restored: set job.restore_command to a program that comes up suspended, or give the job another name to start it afresh",
-                config.job
-            )));
-        };
-        tracing::warn!("restoring the job from image {id}");
-        self.desk.report(|report| report.doing = Doing::Restoring);
-        let args: Vec<OsString> = args.iter().map(OsString::from).collect();
-        let job = JobProcess::start(&program.into(), &args).map_err(|error| {
-            refused(format!(
-                "job.restore_command {program} cannot be started: {error}"
-            ))
-        })?;
-        let restored = self.restore_into(&job);
-        if restored.is_err() && !job.end(ENDS_WITHIN) {
-            tracing::error!("process {} does not end", job.pid);
-        }
-        restored.map(|()| job)
-    }
-
-    fn restore_into(&self, job: &JobProcess) -> Result<(), Failure> {
-        let pid = self.comes_up_suspended(job)?;
-        let session = self.session.for_one_transfer(None);
-        let _shown = (self.show)(&session);
-        let wanted = Wanted {
-            image: ImageRef::Latest,
-            into_fresh: true,
-            started_here: true,
-            read_only: false,
-            while_saved: WhileSaved::Wait,
-        };
-        let outcome = restore::restore(&session, pid, wanted)?;
-        tracing::warn!(
-            "image {} is restored into process {}",
-            outcome.image,
-            job.pid
-        );
-        Ok(())
-    }
-
-    /// Waits until the process is suspended, and can be given its memory. Its pid, or that of the process with the GPUs that came from it.
-    fn comes_up_suspended(&self, job: &JobProcess) -> Result<u32, Failure> {
-        let refused = |why: Box<dyn Error + Send + Sync>| {
-            Failure::new(ExitCode::RestoreRefused, Phase::Read, why)
-        };
-        let timeout = self.session.config.run.restore_timeout;
-        let until = Instant::now() + timeout;
-        let driver = self.driver.open()?;
-        loop {
-            if let Some(status) = job.status() {
-                let why = format!("job.restore_command {status} before it could be restored into");
-                return Err(refused(why.into()));
-            }
-            if let Some(pid) = gpu_process(&driver, job)?
-                && matches!(driver.state(pid), Ok(ProcessState::Checkpointed))
-            {
-                return Ok(pid);
-            }
-            if Instant::now() >= until {
-                let why = format!(
-                    "no process of job.restore_command is checkpointed after {timeout:?} (job.restore_timeout)"
-                );
-                return Err(refused(why.into()));
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
     }
 
     fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
@@ -616,17 +381,9 @@ impl<'a> Supervisor<'a> {
         let restored_at = Instant::now();
         let interval = self.session.config.run.interval;
         let next_interval = move || interval.map(|interval| Instant::now() + interval);
-        let mut watch = Watch {
-            arming: Arming::new(&self.session, self.driver.clone()),
-            rate: None,
-            refused: 0,
-            not_before: None,
-            next_interval: next_interval(),
-            locked_before: None,
-            last_in_passing: Instant::now(),
-            pruning: None,
-            is_disturbed: false,
-        };
+        let arming = Arming::new(&self.session, self.driver.clone());
+        let mut watch = Watch::new(arming, next_interval());
+        let lookout = Lookout::begin(&self.session, self.desk.reporter());
         self.desk.report(|report| report.job_pid = Some(job.pid));
         service::ready();
         loop {
@@ -634,7 +391,7 @@ impl<'a> Supervisor<'a> {
             match self.next_event(job, &watch) {
                 Event::Ended(status) => {
                     let is_settled = restored_at.elapsed() >= SETTLES_WITHIN || watch.is_disturbed;
-                    watch.arming.stand_down();
+                    watch.arming.stand_down_at_once();
                     let from = from.filter(|_| !is_settled);
                     return match (from, status) {
                         (Some(image), Status::Exited(1..) | Status::Signalled(_)) => {
@@ -648,7 +405,7 @@ impl<'a> Supervisor<'a> {
                     job.signal(signal);
                 }
                 Event::Tend => {
-                    if watch.arming.tend(job) {
+                    if watch.arming.tend(job, lookout.sees_the_store()) {
                         self.tell_of(&watch.arming);
                     }
                 }
@@ -686,21 +443,21 @@ impl<'a> Supervisor<'a> {
                 }
                 Event::Interval => {
                     watch.next_interval = next_interval();
-                    self.save_in_passing(job, &mut watch)?;
+                    let Some(saved) = self.save_in_passing(job, &mut watch) else {
+                        continue;
+                    };
+                    self.count(&saved);
+                    match saved {
+                        Saved::Committed(_) | Saved::JobEnded => {}
+                        Saved::RunsOn(failure) | Saved::Refused(failure) => {
+                            tell("the job was not saved, and runs on", &failure);
+                        }
+                        Saved::Astray(failure) => return self.end_astray(job, failure),
+                        Saved::Stuck(failure) => return Err(failure),
+                    }
                 }
             }
         }
-    }
-
-    /// A job that ends badly as soon as it has its memory was not restored: that counts against the image.
-    fn did_not_settle(&self, image: &Image, status: Status) -> Failure {
-        let id = image_id(image.generation);
-        let why = format!(
-            "the job {status} within {SETTLES_WITHIN:?} after it was restored from image {id}"
-        );
-        let mut failure = Failure::new(ExitCode::RestoreFailed, Phase::Unlock, why);
-        self.counts_as_bad(image, &mut failure);
-        failure
     }
 
     fn tell_of(&self, arming: &Arming) {
@@ -753,241 +510,6 @@ impl<'a> Supervisor<'a> {
                 () = at(Some(watch.arming.next_look())) => Event::Tend,
             }
         })
-    }
-
-    /// One save before the node goes away.
-    fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
-        self.desk.report(|report| report.doing = Doing::Saving);
-        let margin = self.session.config.preempt.margin;
-        let mut prepared = match self.prepared(job, watch, notice.due(margin)) {
-            Ok(prepared) => prepared,
-            Err(failure) => return self.failed(&self.session, job, failure),
-        };
-        // Another one may have come meanwhile.
-        let standing = self.board.standing();
-        let deadline = standing.earliest().unwrap_or(notice).due(margin);
-        if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
-            match self.session.config.preempt.policy {
-                DeadlinePolicy::Refuse => {
-                    prepared.stand_down();
-                    return Saved::Refused(failure);
-                }
-                DeadlinePolicy::Spill => {
-                    tell("the save goes to the spill first", &failure);
-                    prepared.spill_first();
-                }
-                DeadlinePolicy::Try => tell("the save is begun all the same", &failure),
-            }
-        }
-        let session = prepared.session().clone();
-        let _follows = self.follow_notices(&session);
-        let shown = (self.show)(&session);
-        let waited = notice.heard_at.elapsed().as_secs_f64();
-        let saved = prepared.save(Then::Suspend);
-        drop(shown);
-        match saved {
-            Ok(outcome) => {
-                let prepare = outcome.seconds.iter();
-                let prepare = prepare.filter(|it| it.phase == Phase::Prepare);
-                let prepare: f64 = prepare.map(|it| it.seconds).sum();
-                self.desk.report(|report| {
-                    report.notice_to_lock_seconds = waited + prepare;
-                    report.notice_to_commit_seconds = notice.heard_at.elapsed().as_secs_f64();
-                });
-                watch.remember(&outcome);
-                Saved::Committed(Box::new(outcome))
-            }
-            Err(failure) => self.failed(&session, job, failure),
-        }
-    }
-
-    /// The notices that stand are a save's deadline, those that come during it, too; one that is withdrawn leaves the others.
-    fn follow_notices(&self, session: &Session) -> Following {
-        let mut changes = self.board.subscribe();
-        let margin = self.session.config.preempt.margin;
-        let following = session.clone();
-        let follow = move |standing: &Standing| {
-            following.set_deadline(standing.earliest().map(|it| it.due(margin)));
-        };
-        follow(&changes.borrow_and_update());
-        Following(self.session.runtime.spawn(async move {
-            while changes.changed().await.is_ok() {
-                follow(&changes.borrow_and_update());
-            }
-        }))
-    }
-
-    /// What was prepared, or else is prepared now.
-    fn prepared(
-        &self,
-        job: &JobProcess,
-        watch: &mut Watch,
-        deadline: Instant,
-    ) -> Result<Armed, Failure> {
-        let armed = watch.arming.take(deadline);
-        let driver = self.driver.open()?;
-        // The job may have come by another GPU process since.
-        let found = gpu_process(&driver, job);
-        match (armed, &found) {
-            (Some(armed), Ok(Some(pid))) if armed.pid() == *pid => return Ok(armed),
-            (Some(armed), _) => armed.stand_down(),
-            (None, _) => {}
-        }
-        let Some(pid) = found? else {
-            let why = "the job uses no GPU, so there is nothing to save";
-            return Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why));
-        };
-        if Instant::now() >= deadline {
-            let why = "the node should be gone by now";
-            return Err(Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why));
-        }
-        checkpoint::arm(self.session.for_one_transfer(Some(deadline)), pid)
-    }
-
-    /// What a save that failed means.
-    fn failed(&self, session: &Session, job: &JobProcess, failure: Failure) -> Saved {
-        match failure.code {
-            // Its end is on the way to us.
-            ExitCode::NothingToSave | ExitCode::RolledBack | ExitCode::Lost
-                if job.status().is_some() =>
-            {
-                Saved::JobEnded
-            }
-            ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
-            ExitCode::Config | ExitCode::Preflight | ExitCode::DoesNotFit => {
-                Saved::Refused(failure)
-            }
-            ExitCode::Spilled => match resume::resume(session) {
-                Ok(outcome) => Saved::Committed(Box::new(outcome)),
-                Err(_still_sealed) => Saved::Stuck(failure),
-            },
-            ExitCode::CommittedTargetAstray => Saved::Astray(failure),
-            _ => Saved::Stuck(failure),
-        }
-    }
-
-    /// Why a save will be late, by the rate of the last one.
-    fn does_not_fit(&self, deadline: Instant, rate: Option<f64>, armed: &Armed) -> Option<Failure> {
-        let rate = rate?;
-        let used = armed.used_memory().ok()?;
-        let left = deadline.saturating_duration_since(Instant::now());
-        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-        let needed = Duration::try_from_secs_f64(used as f64 / rate).unwrap_or(Duration::MAX);
-        (needed > left).then(|| {
-            let why = format!(
-                "{} MiB of GPU memory need {:.1} s at the {:.0} MiB/s of the last save, and {:.1} s are left (preempt.deadline_policy)",
-                used >> 20,
-                needed.as_secs_f64(),
-                rate / f64::from(1 << 20),
-                left.as_secs_f64()
-            );
-            Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why)
-        })
-    }
-
-    /// A save after which the job goes on.
-    fn save_in_passing(&self, job: &JobProcess, watch: &mut Watch) -> Result<(), Failure> {
-        if let Some(why) = self.takes_too_much(watch) {
-            tracing::warn!("the save in passing is skipped: {why}");
-            self.desk.report(|report| report.saves_skipped += 1);
-            return Ok(());
-        }
-        self.desk.report(|report| report.doing = Doing::Saving);
-        let long = Instant::now() + Duration::from_secs(3600);
-        let saved = match self.prepared(job, watch, long) {
-            Ok(prepared) => {
-                let session = prepared.session().clone();
-                let follows = self.follow_notices(&session);
-                let shown = (self.show)(&session);
-                let saved = prepared.save(Then::Resume);
-                drop((shown, follows));
-                saved
-            }
-            Err(failure) => Err(failure),
-        };
-        let saved = match saved {
-            Ok(outcome) => {
-                watch.remember(&outcome);
-                watch.locked_before = Some(outcome.seconds_locked);
-                watch.last_in_passing = Instant::now();
-                self.prune(watch);
-                tracing::info!("image {} is committed, and the job runs on", outcome.image);
-                Saved::Committed(Box::new(outcome))
-            }
-            Err(failure) => match failure.code {
-                ExitCode::NothingToSave | ExitCode::RolledBack | ExitCode::Lost
-                    if job.status().is_some() =>
-                {
-                    Saved::JobEnded
-                }
-                ExitCode::RolledBack | ExitCode::Preflight | ExitCode::NothingToSave => {
-                    tell("the job was not saved, and runs on", &failure);
-                    Saved::RunsOn(failure)
-                }
-                _ => Saved::Stuck(failure),
-            },
-        };
-        self.count(&saved);
-        match saved {
-            Saved::Stuck(failure) => Err(failure),
-            _ => Ok(()),
-        }
-    }
-
-    /// Why the next save would take more of the job's time than it may.
-    fn takes_too_much(&self, watch: &Watch) -> Option<String> {
-        let run = &self.session.config.run;
-        let (locked, since) = (watch.locked_before?, watch.last_in_passing.elapsed());
-        let share = 100.0 * locked / (since.as_secs_f64() + locked);
-        (share > f64::from(run.interval_share)).then(|| {
-            format!(
-                "the last one kept the job for {locked:.1} s, {:.0} s ago; another one like it would take {share:.0} % of its time, and {} % are allowed (job.interval, job.interval_share)",
-                since.as_secs_f64(),
-                run.interval_share
-            )
-        })
-    }
-
-    /// Old images go, in the background. What fails is told, and no more.
-    fn prune(&self, watch: &mut Watch) {
-        if watch
-            .pruning
-            .as_ref()
-            .is_some_and(|thread| !thread.is_finished())
-        {
-            return;
-        }
-        let session = self.session.for_one_transfer(None);
-        let pruning = std::thread::Builder::new().name("prune".to_owned());
-        let pruning = pruning.spawn(move || {
-            if let Err(failure) = upkeep::prune(&session, false) {
-                let why = one_line(failure.cause.as_ref());
-                tracing::warn!("old images were not pruned: {why}");
-            }
-        });
-        watch.pruning = pruning.ok();
-    }
-
-    fn count(&self, saved: &Saved) {
-        self.desk.report(|report| match saved {
-            Saved::Committed(outcome) => {
-                report.saves_committed += 1;
-                report.seconds_locked += outcome.seconds_locked;
-                report.bytes_raw += outcome.bytes.raw;
-                report.bytes_stored += outcome.bytes.stored;
-                report.retries += outcome.retries;
-                report.image = Some(outcome.image.clone());
-                report.last_failure = None;
-            }
-            Saved::RunsOn(failure)
-            | Saved::Refused(failure)
-            | Saved::Astray(failure)
-            | Saved::Stuck(failure) => {
-                report.saves_failed += 1;
-                report.last_failure = Some(one_line(failure.cause.as_ref()));
-            }
-            Saved::JobEnded => {}
-        });
     }
 
     fn ended_by_itself(&self, status: Status) -> End {
@@ -1049,53 +571,6 @@ impl<'a> Supervisor<'a> {
             _ => {}
         }
     }
-}
-
-/// Ends with the save.
-struct Following(tokio::task::JoinHandle<()>);
-
-impl Drop for Following {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-impl Watch {
-    fn remember(&mut self, outcome: &Outcome) {
-        // What comes after the commit is not on the way of a save.
-        let until_commit = outcome.seconds.iter();
-        let until_commit =
-            until_commit.take_while(|it| !matches!(it.phase, Phase::Complete | Phase::Restore));
-        let seconds: f64 = until_commit.map(|it| it.seconds).sum();
-        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-        let raw = outcome.bytes.raw as f64;
-        if raw > 0.0 && seconds > 0.0 {
-            self.rate = Some(raw / seconds);
-        }
-    }
-}
-
-/// Notes beside an image that a run failed to restore it. Which run it is, from 1 to [`FAILED_RUNS`].
-async fn failed_run(
-    store: &dyn Store,
-    job: &JobName,
-    attempt: &str,
-    why: &str,
-) -> Result<u32, Box<dyn Error + Send + Sync>> {
-    for number in 1..FAILED_RUNS {
-        let relative = format!("data/{attempt}/restore-failed-{number}.json");
-        let key = Key::of_job(job, &relative)?;
-        let note = serde_json::json!({
-            "why": why,
-            "by": ProcessIdentity::ours()?,
-            "created_ms": now_ms(),
-        });
-        let put = store.put_if_absent(&key, note.to_string().into());
-        if put.await? == PutOutcome::Created {
-            return Ok(number);
-        }
-    }
-    Ok(FAILED_RUNS)
 }
 
 fn verdict_of(failure: &Failure) -> Verdict {

@@ -19,7 +19,9 @@ pub fn watch<T>(name: &str, usual: Duration, call: impl FnOnce() -> T) -> T {
     std::thread::scope(|scope| {
         let (returned, returns) = mpsc::channel::<()>();
         let watching = std::thread::Builder::new().name("watchdog".to_owned());
+        let span = tracing::Span::current();
         let watching = watching.spawn_scoped(scope, move || {
+            let _named = span.entered();
             let started = Instant::now();
             let mut patience = usual + SLACK;
             while returns.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {

@@ -55,10 +55,11 @@ impl Attempt {
         session: &Session,
         driver: &Driver,
         custody: &Custody,
+        nonce: String,
         while_saved: Option<WhileSaved>,
     ) -> Result<Self, Failure> {
         let mut attempt = Self {
-            nonce: random_hex::<16>(),
+            nonce,
             next_slot: 0,
             word_ends: None,
             uploads: Vec::new(),

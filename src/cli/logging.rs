@@ -6,8 +6,9 @@ use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::fmt::format::Writer;
-use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use super::args::LogLevel;
@@ -29,14 +30,32 @@ pub(super) fn install(level: LogLevel, console: &Console, as_json: bool, ansi: b
         .log_internal_errors(false);
     // A second call in one process (tests) keeps the first subscriber; that is no failure.
     let _ = if as_json {
-        builder.event_format(JsonLine).try_init()
+        builder
+            .fmt_fields(SpanFields)
+            .event_format(JsonLine)
+            .try_init()
     } else {
         builder.with_target(false).try_init()
     };
 }
 
-/// `{"event":"log","level":"warn","message":…}` and the event's other fields.
+/// `{"event":"log","level":"warn","message":…}` and the event's other fields, those of the spans around it among them (`trace` of a save).
 struct JsonLine;
+
+/// What a span says of itself, as one JSON object.
+struct SpanFields;
+
+impl<'writer> FormatFields<'writer> for SpanFields {
+    fn format_fields<R: RecordFields>(
+        &self,
+        mut writer: Writer<'writer>,
+        fields: R,
+    ) -> fmt::Result {
+        let mut said = JsonFields(Map::new());
+        fields.record(&mut said);
+        write!(writer, "{}", Value::Object(said.0))
+    }
+}
 
 impl<S, N> FormatEvent<S, N> for JsonLine
 where
@@ -45,11 +64,18 @@ where
 {
     fn format_event(
         &self,
-        _context: &FmtContext<'_, S, N>,
+        context: &FmtContext<'_, S, N>,
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
         let mut fields = JsonFields(Map::new());
+        for span in context.event_scope().into_iter().flatten() {
+            let extensions = span.extensions();
+            let said = extensions.get::<FormattedFields<N>>();
+            // A library's span that says nothing, or says it in several pieces, is passed over.
+            let said = said.and_then(|said| serde_json::from_str::<Map<_, _>>(&said.fields).ok());
+            fields.0.extend(said.into_iter().flatten());
+        }
         event.record(&mut fields);
         fields.0.insert("event".to_owned(), "log".into());
         fields.0.insert(

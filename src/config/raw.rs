@@ -68,6 +68,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "file",
             "socket",
             "poll",
+            "probe_every",
             "aws_url",
             "gcp_url",
             "azure_url",
@@ -297,6 +298,8 @@ pub struct RawPreempt {
     pub socket: Option<String>,
     /// Time.
     pub poll: Option<String>,
+    /// Pause between two looks at the store.
+    pub probe_every: Option<String>,
     /// `http://host:port`.
     pub aws_url: Option<String>,
     /// `http://host:port`.

@@ -76,6 +76,8 @@ pub struct PreemptConfig {
     pub socket: Option<PathBuf>,
     /// Pause between two looks at a file or at a metadata server.
     pub poll: Duration,
+    /// Pause between two looks at the store.
+    pub probe_every: Duration,
     /// Metadata server of [`Source::Aws`].
     pub aws_url: String,
     /// Metadata server of [`Source::Gcp`].
@@ -268,6 +270,13 @@ impl PreemptConfig {
             socket: path("preempt.socket", raw.socket.as_deref())?,
             poll: time("preempt.poll", raw.poll.as_deref(), StoreTimes::LEAST, 60)?
                 .unwrap_or(Duration::from_secs(2)),
+            probe_every: time(
+                "preempt.probe_every",
+                raw.probe_every.as_deref(),
+                StoreTimes::LEAST,
+                24 * 3600,
+            )?
+            .unwrap_or(Duration::from_secs(300)),
             aws_url: url(
                 "preempt.aws_url",
                 raw.aws_url.as_deref(),

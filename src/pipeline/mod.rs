@@ -15,6 +15,7 @@ mod alone;
 mod copy;
 mod effort;
 mod gauge;
+mod haste;
 mod lend;
 mod load;
 #[cfg(test)]

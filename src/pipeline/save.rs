@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tracing::Instrument;
 
 use super::PipelineError;
 use super::abort::Abort;
 use super::copy::{CopyLane, RawChunk};
 use super::effort::Pacer;
 use super::gauge::{Gauge, slowest, watch_pools};
+use super::haste::Haste;
 use super::lend::Lender;
 use super::pack::{
     FrameBytes, FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob, SharedPacker,
@@ -141,9 +143,12 @@ pub fn save(
     drop(parts_out);
     let uploader = Uploader::new(&resources, work.targets.clone(), work.lent_bytes, &abort);
     let wire = Arc::clone(&uploader.wire);
-    let uploads = resources.runtime.spawn(uploader.run(parts_in));
+    let uploads = resources
+        .runtime
+        .spawn(uploader.run(parts_in).in_current_span());
 
     let pacer = Arc::new(Pacer::new(ring_bytes));
+    let haste = Haste::new(&work.targets, &meter);
     let _watched_too = pacer.watched(&meter);
     let compressors = Compressors {
         targets: &work.targets,
@@ -152,6 +157,7 @@ pub fn save(
         frame_buffers: &resources.frame_buffers,
         gauge: &code_gauge,
         pacer: &pacer,
+        haste: &haste,
     };
     let (chunks_out, chunks_in) = bounded(CHUNKS_READY * encoders.len());
     std::thread::scope(|scope| {
@@ -299,6 +305,7 @@ struct Compressors<'a> {
     frame_buffers: &'a BufferPool,
     gauge: &'a Gauge,
     pacer: &'a Pacer,
+    haste: &'a Haste<'a>,
 }
 
 impl Compressors<'_> {
@@ -342,6 +349,9 @@ impl Compressors<'_> {
             self.pacer.note(lens, idle, busy, computing, stored);
             let meter = &self.targets[lane].meter;
             meter.coded.fetch_add(len as u64, Ordering::Relaxed);
+            if self.haste.is_needed() {
+                encoder.hurry();
+            }
 
             let (packed, left) = in_buffers(chunk, frame, &encoded);
             spare = left;

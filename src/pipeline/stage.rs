@@ -16,9 +16,10 @@ pub(super) fn spawn<'scope>(
     work: impl FnOnce() -> Result<(), PipelineError> + Send + 'scope,
 ) {
     let name = format!("{stage}-{number}");
+    let span = tracing::Span::current();
     let spawned = Builder::new()
         .name(name.clone())
-        .spawn_scoped(scope, move || abort.guard(stage, work));
+        .spawn_scoped(scope, move || span.in_scope(|| abort.guard(stage, work)));
     if let Err(source) = spawned {
         abort.fail(PipelineError::Thread { name, source });
     }

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
+use tracing::Instrument;
 
 use super::PipelineError;
 use super::abort::{Abort, panic_message};
@@ -86,7 +87,7 @@ impl Uploader {
                 job = parts.recv(), if packing && under_way.len() < window.limit() => match job {
                     Some(job) => {
                         failpoint::pass("stream:part cut");
-                        under_way.spawn(self.upload(job));
+                        under_way.spawn(self.upload(job).in_current_span());
                     }
                     None => {
                         packing = false;

@@ -25,8 +25,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const LOOK_SELDOM: Duration = Duration::from_secs(60);
 /// A driver or a disk that hangs is not waited for any longer past the deadline.
 const JOINED_WITHIN: Duration = Duration::from_secs(1);
-/// Pause after something could not be prepared.
+/// Pause after something could not be prepared: at first, and, doubled each time, at most. Every try leaves a trace in the store.
 const PAUSE: Duration = Duration::from_secs(10);
+const PAUSE_MAX: Duration = Duration::from_secs(300);
 
 /// See the module.
 #[derive(Debug)]
@@ -35,6 +36,8 @@ pub(super) struct Arming {
     driver: WarmDriver,
     state: State,
     not_before: Instant,
+    /// After the next failure.
+    pause: Duration,
     why_not: Option<String>,
 }
 
@@ -134,17 +137,18 @@ impl Arming {
             driver,
             state: State::Down,
             not_before: Instant::now(),
+            pause: PAUSE,
             why_not: None,
         }
     }
 
-    /// Looks after it: prepares what is not, and what is old anew. Whether anything changed.
-    pub(super) fn tend(&mut self, job: &JobProcess) -> bool {
+    /// Looks after it: prepares what is not, and what is old anew, if the store would take part in it. Whether anything changed.
+    pub(super) fn tend(&mut self, job: &JobProcess, sees_the_store: bool) -> bool {
         match std::mem::replace(&mut self.state, State::Down) {
             State::Down => {
                 let is_wanted = self.session.config.preempt.contexts == Contexts::Eager
                     && Instant::now() >= self.not_before;
-                is_wanted && self.begin(job)
+                is_wanted && self.begin(job, None)
             }
             State::Coming(coming) if !coming.thread.is_finished() => {
                 self.state = State::Coming(coming);
@@ -154,18 +158,18 @@ impl Arming {
                 match join(coming.thread) {
                     Ok(armed) => {
                         self.why_not = None;
+                        self.pause = PAUSE;
                         self.state = State::Up(Box::new(armed));
                     }
                     Err(failure) => self.failed(&failure),
                 }
                 true
             }
-            State::Up(armed) if armed.age() >= ANEW_AFTER || !self.is_for(&armed, job) => {
-                armed.stand_down();
-                self.begin(job);
-                true
-            }
             State::Up(armed) => {
+                let is_old = armed.age() >= ANEW_AFTER && sees_the_store;
+                if is_old || !self.is_for(&armed, job) {
+                    return self.begin(job, Some(armed));
+                }
                 self.state = State::Up(armed);
                 false
             }
@@ -180,28 +184,35 @@ impl Arming {
         matches!(gpu_process(driver, job), Ok(Some(pid)) if pid == armed.pid())
     }
 
-    fn begin(&mut self, job: &JobProcess) -> bool {
+    /// Begins to prepare a save, after what was prepared `before` was given back. Whether anything changed.
+    fn begin(&mut self, job: &JobProcess, before: Option<Box<Armed>>) -> bool {
         let why_not = match self.driver.get() {
             None => {
                 self.driver.bring_up();
                 self.driver.why_not()
             }
             Some(driver) => match gpu_process(driver, job) {
-                Ok(Some(pid)) => return self.begin_with(pid),
+                Ok(Some(pid)) => return self.begin_with(pid, before),
                 Ok(None) => "the job uses no GPU yet".to_owned(),
                 Err(failure) => one_line(failure.cause.as_ref()),
             },
         };
-        let is_new = self.why_not.as_ref() != Some(&why_not);
+        let is_new = before.is_some() || self.why_not.as_ref() != Some(&why_not);
         self.why_not = Some(why_not);
+        before.into_iter().for_each(|armed| leave(*armed));
         is_new
     }
 
-    fn begin_with(&mut self, pid: u32) -> bool {
+    fn begin_with(&mut self, pid: u32, before: Option<Box<Armed>>) -> bool {
         let session = self.session.for_one_transfer(None);
         let preparing = std::thread::Builder::new().name("arming".to_owned());
         let its_own = session.clone();
-        match preparing.spawn(move || checkpoint::arm(its_own, pid)) {
+        let prepare = move || {
+            // Its buffers are a part of this node's memory, which is not there twice.
+            before.into_iter().for_each(|armed| armed.stand_down());
+            checkpoint::arm(its_own, pid)
+        };
+        match preparing.spawn(prepare) {
             Ok(thread) => self.state = State::Coming(Box::new(Coming { thread, session })),
             Err(error) => self.why_not = Some(error.to_string()),
         }
@@ -217,7 +228,8 @@ impl Arming {
             );
         }
         self.why_not = Some(why);
-        self.not_before = Instant::now() + PAUSE;
+        self.not_before = Instant::now() + self.pause;
+        self.pause = (2 * self.pause).min(PAUSE_MAX);
     }
 
     /// When to look after it next.
@@ -273,11 +285,19 @@ impl Arming {
         }
     }
 
-    /// Gives everything back.
-    pub(super) fn stand_down(&mut self) {
+    /// Gives everything back: there will be no save any more.
+    pub(super) fn stand_down_at_once(&mut self) {
         if let Some(armed) = self.take(Instant::now()) {
             armed.stand_down();
         }
+    }
+}
+
+/// Gives back what was prepared, in the background: the store may be slow.
+pub(super) fn leave(armed: Armed) {
+    let leaving = std::thread::Builder::new().name("arming".to_owned());
+    if let Err(error) = leaving.spawn(move || armed.stand_down()) {
+        tracing::warn!("what was prepared is not given back: {error}");
     }
 }
 

@@ -5,7 +5,7 @@
 //! Only our own user may connect: the socket's mode is 0600.
 
 use std::io;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -75,6 +75,8 @@ pub struct Report {
     pub armed_bytes: u64,
     /// Why it is not prepared.
     pub not_armed: Option<String>,
+    /// Why the store would not take a save, when it was looked at last (`preempt.probe_every`).
+    pub store_trouble: Option<String>,
     /// Notices that stand.
     pub notices: Vec<StandingNotice>,
     /// Sources that see nothing.
@@ -214,7 +216,13 @@ impl Desk {
             std::fs::create_dir_all(dir)?;
         }
         // What a dead one has left may be taken.
-        if path.exists() {
+        if let Ok(there) = std::fs::symlink_metadata(path) {
+            if !there.file_type().is_socket() {
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    "this is no socket, and is left as it is",
+                ));
+            }
             if std::os::unix::net::UnixStream::connect(path).is_ok() {
                 return Err(io::Error::new(
                     io::ErrorKind::AddrInUse,

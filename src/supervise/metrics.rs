@@ -109,6 +109,12 @@ const METRICS: &[Metric] = &[
         |it| f64::from(u8::from(it.armed)),
     ),
     (
+        "store_out_of_reach",
+        "gauge",
+        "1 when the store would not have taken a save at the last look.",
+        |it| f64::from(u8::from(it.store_trouble.is_some())),
+    ),
+    (
         "armed_bytes",
         "gauge",
         "Bytes of host memory that are held for it.",

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ckptstream::supervise::{Answer, Question, Verdict, ask};
-use serde_json::json;
+use ckptstream::supervise::{Answer, Doing, Question, Report, Verdict, ask};
+use serde_json::{Value, json};
 
 use super::support::process::{PATIENCE, Process};
 use super::support::s3_server::{has_credentials, testkit};
-use super::support::scene::{Saver, Scene, TARGET};
+use super::support::scene::{Saver, Scene, TARGET, until};
 use super::support::{Target, step_of};
 
 /// The status that a scheduler takes as a wish to start the job again.
@@ -805,4 +805,169 @@ fn a_store_that_hangs_while_a_save_is_prepared_takes_no_more_than_the_notice() {
         "{:?}",
         started.elapsed()
     );
+}
+
+/// Waits until the supervision on the scene's node tells this of itself.
+fn until_status(scene: &Scene, is_so: impl Fn(&Report) -> bool) {
+    let path = scene.state_dir().join("job.sock");
+    let started = Instant::now();
+    loop {
+        let answer = ask(&path, &Question::Status);
+        if matches!(&answer, Ok(Answer::Status(report)) if is_so(report)) {
+            return;
+        }
+        assert!(started.elapsed() < PATIENCE, "{answer:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_notice_ends_a_restore_and_costs_the_image_nothing() {
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    let job = Job::new(&scene, TARGET);
+    let (saver, command) = job.command("");
+    let text = saver.cli.config_text();
+    let (start, _) = text.split_once("restore_command").expect("a command");
+    // A process that does not come up.
+    let sleeping = format!("{start}restore_command = [\"sleep\", \"600\"]\n");
+    let run = Supervised::start((saver.with_config(&sleeping), command));
+    until_status(&scene, |report| report.doing == Doing::Restoring);
+    run.process.signal("TERM");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    // Both objects are looked at twice, read once to verify them, and once more when the driver has begun.
+    for (from, read) in [(1, 0), (5, 4), (7, 6)] {
+        scene.server.forget_requests();
+        scene.server.set_rules(&json!([
+            {"op": "GetObject", "key_contains": ".zst", "from": from, "action": {"stall": true}},
+        ]));
+        let (saver, command) = job.command("");
+        let patient = saver.cli.config_text().replace("1500ms", "120s");
+        let text = format!("{patient}\n[restore]\nverify = \"all\"\n");
+        let run = Supervised::start((saver.with_config(&text), command));
+        until(|| {
+            let requests = scene.server.requests("GetObject");
+            let of_objects = requests.iter().filter(|get| {
+                let key = get["key"].as_str().unwrap_or_default();
+                key.ends_with(".zst")
+            });
+            of_objects.count() == read && !requests.is_empty()
+        });
+        std::thread::sleep(Duration::from_millis(200));
+        run.process.signal("TERM");
+        let ended = run.ends();
+        assert_eq!(ended.code, REQUEUE, "{from}: {ended:?}");
+        assert!(ended.stderr.contains("was not started"), "{ended:?}");
+        assert!(!ended.stderr.contains("of 3 runs"), "{ended:?}");
+    }
+    scene.server.set_rules(&json!([]));
+    let mut next = job.start();
+    next.wait_for("resumed ");
+}
+
+#[test]
+fn a_save_in_passing_that_is_spilled_is_uploaded_later_and_the_job_runs() {
+    let scene = Scene::new(&[]);
+    let spill = scene.state_dir().with_extension("spill");
+    std::fs::create_dir(&spill).expect("a directory");
+    let job = Job::new(&scene, TARGET).with("interval = \"1s\"\ninterval_share = 100\n");
+    let (saver, command) = job.command("");
+    let always = format!("path = \"{}\"\nwhen = \"always\"", spill.display());
+    let text = saver.cli.config_text();
+    let text = text.replace("on_failure = \"abandon\"", &always);
+    scene.server.set_rules(&json!([
+        {"op": "UploadPart", "always": true, "action": {"status": 403, "code": "AccessDenied"}},
+    ]));
+    let mut run = Supervised::start((saver.with_config(&text), command));
+    until_status(&scene, |report| report.saves_failed >= 1);
+    assert_eq!(scene.images("job"), [0_u64; 0]);
+    run.wait_for("step ");
+    scene.server.set_rules(&json!([]));
+    until_status(&scene, |report| report.saves_committed >= 1);
+    run.process.signal("TERM");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert!(ended.stderr.contains("and runs on"), "{ended:?}");
+    let mut seen = digests(&ended.said);
+    seen.dedup();
+    scene.must_be_the_steps_of_the_job(&seen);
+    let mut next = job.start();
+    next.wait_for("resumed ");
+}
+
+#[test]
+fn a_store_that_would_not_take_a_save_is_told_of_before_the_notice() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET).with("[preempt]\nprobe_every = \"100ms\"\n");
+    let mut run = job.start();
+    run.wait_for("step 1 ");
+    scene.server.set_rules(&json!([
+        {"op": "*", "always": true, "action": {"status": 403, "code": "AccessDenied"}},
+    ]));
+    let says = |report: &Report, what: &str| {
+        let trouble = report.store_trouble.as_deref();
+        trouble.is_some_and(|why| why.contains(what))
+    };
+    until_status(&scene, |report| says(report, "AccessDenied"));
+    scene.server.set_rules(&json!([]));
+    until_status(&scene, |report| report.store_trouble.is_none());
+    let mut second = job.elsewhere().start();
+    second.wait_for("step 1 ");
+    until_status(&scene, |report| says(report, "can save nothing any more"));
+}
+
+#[test]
+fn a_socket_is_made_over_nothing_else() {
+    let scene = Scene::new(&[]);
+    let file = scene.state_dir().with_extension("file");
+    std::fs::write(&file, "dear").expect("a file");
+    let config = format!("[preempt]\nsocket = \"{}\"\n", file.display());
+    let ended = Job::new(&scene, TARGET).with(&config).start().ends();
+    assert_eq!(ended.code, 203, "{ended:?}");
+    assert!(ended.stderr.contains("preempt.socket"), "{ended:?}");
+    assert_eq!(std::fs::read_to_string(&file).expect("a file"), "dear");
+}
+
+#[test]
+fn all_that_is_logged_of_a_save_names_it() {
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    target.wait_for("step 1 ");
+    let failing = json!({"status": 500, "code": "InternalError"});
+    scene.server.set_rules(&json!([
+        {"op": "UploadPart", "nth": 1, "action": failing},
+        {"op": "CompleteMultipartUpload", "nth": 1, "action": failing},
+        {"op": "PutObject", "key_contains": "attempt.json", "nth": 1, "action": failing},
+    ]));
+    let pid = target.pid();
+    let saver = scene.saver("job", "");
+    let line = format!("checkpoint --pid {pid} --progress json --log-level debug");
+    let told = saver.cli.command(&line).output().expect("it runs");
+    assert!(told.status.success(), "{told:?}");
+    let claimed = scene
+        .server
+        .requests("PutObject")
+        .into_iter()
+        .find_map(|put| {
+            let key = put["key"].as_str()?.to_owned();
+            let (start, _) = key.split_once("/attempt.json")?;
+            Some(start.rsplit('/').next()?.to_owned())
+        });
+    let claimed = claimed.expect("a claim");
+    let stderr = String::from_utf8(told.stderr).expect("text");
+    let lines = stderr
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"));
+    let logged: Vec<Value> = lines
+        .filter(|line: &Value| line["event"] == "log")
+        .collect();
+    let of_requests = logged.iter().filter(|line| {
+        let message = line["message"].as_str().unwrap_or_default();
+        message.starts_with("trying again")
+    });
+    assert!(of_requests.count() >= 3, "{stderr}");
+    for line in &logged {
+        assert_eq!(line["trace"], claimed, "{line}");
+    }
 }

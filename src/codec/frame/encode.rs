@@ -110,7 +110,9 @@ impl Settings {
             FilterChoice::Auto => 4 * MIB,
             FilterChoice::None => 0,
         };
-        let plain = self.levels().iter().map(of_level).max();
+        // One that hurries goes on as in `Level::Auto`.
+        let in_haste = AUTO_LEVELS.iter().filter(|_| self.level != Level::None);
+        let plain = self.levels().iter().chain(in_haste).map(of_level).max();
         plain.map_or(0, |plain| OWN + plain + filtered)
     }
 
@@ -401,6 +403,13 @@ impl Encoder {
         Ok(team)
     }
 
+    /// From now on what was asked for counts no more, only the time: as in [`Level::Auto`]. Without effect where nothing is compressed.
+    pub fn hurry(&mut self) {
+        if self.tools.is_some() {
+            self.settings.level = Level::Auto;
+        }
+    }
+
     /// Makes libzstd allocate now what this chunk needs, which may be all zero.
     fn warm_up(&mut self, chunk: &[u8], frame: &mut [u8]) -> Result<(), EncoderError> {
         let Some(tools) = &mut self.tools else {
@@ -409,7 +418,8 @@ impl Encoder {
         // For a short trial the same level may take other memory than for a chunk.
         for len in [LONG_TRIAL_LEN, TRIAL_LEN, chunk.len()] {
             let bytes = &chunk[..len.min(chunk.len())];
-            for level in self.settings.levels() {
+            // The highest comes last, and has the others' memory.
+            for level in AUTO_LEVELS.iter().chain(self.settings.levels()) {
                 tools
                     .plain
                     .whole(*level, bytes, frame)

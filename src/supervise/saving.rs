@@ -1,0 +1,325 @@
+//! The saves of a supervised job: at a notice, and in passing.
+//!
+//! In: a notice, or the interval; what is prepared. Out: what became of the job, as a [`Saved`]. What can fail: as a save does; each failure is one of these words.
+
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::arming::{gpu_process, leave};
+use super::process::JobProcess;
+use super::{Doing, Supervisor, UnderWay, Watch, tell};
+use crate::checkpoint::{self, Armed, Then};
+use crate::config::DeadlinePolicy;
+use crate::error::{ExitCode, Failure, Phase, one_line};
+use crate::image::ImageRef;
+use crate::outcome::Outcome;
+use crate::ownership::WhileSaved;
+use crate::preempt::{Notice, Standing};
+use crate::restore::{self, Wanted};
+use crate::resume;
+use crate::session::Session;
+use crate::upkeep;
+
+/// What a save has led to.
+pub(super) enum Saved {
+    /// The image is committed, and the process suspended.
+    Committed(Box<Outcome>),
+    /// The image is committed, and the process is not as it should be.
+    Astray(Failure),
+    /// There was nothing to save any more.
+    JobEnded,
+    /// The job runs; the save may be tried again.
+    RunsOn(Failure),
+    /// The job runs, and another try would not change that.
+    Refused(Failure),
+    /// The job does not run, and nobody here can do anything about it.
+    Stuck(Failure),
+}
+
+impl Supervisor<'_> {
+    /// One save before the node goes away.
+    pub(super) fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
+        self.desk.report(|report| report.doing = Doing::Saving);
+        let margin = self.session.config.preempt.margin;
+        let mut prepared = match self.prepared(job, watch, notice.due(margin)) {
+            Ok(prepared) => prepared,
+            Err(failure) => return self.failed(&self.session, job, failure),
+        };
+        // Another one may have come meanwhile.
+        let standing = self.board.standing();
+        let deadline = standing.earliest().unwrap_or(notice).due(margin);
+        if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
+            match self.session.config.preempt.policy {
+                DeadlinePolicy::Refuse => {
+                    leave(prepared);
+                    return Saved::Refused(failure);
+                }
+                DeadlinePolicy::Spill => {
+                    tell("the save goes to the spill first", &failure);
+                    prepared.spill_first();
+                }
+                DeadlinePolicy::Try => tell("the save is begun all the same", &failure),
+            }
+        }
+        let session = prepared.session().clone();
+        let _follows = self.follow_notices(&session);
+        let shown = (self.show)(&session);
+        let waited = notice.heard_at.elapsed().as_secs_f64();
+        let saved = prepared.save(Then::Suspend);
+        drop(shown);
+        match saved {
+            Ok(outcome) => {
+                let prepare = outcome.seconds.iter();
+                let prepare = prepare.filter(|it| it.phase == Phase::Prepare);
+                let prepare: f64 = prepare.map(|it| it.seconds).sum();
+                self.desk.report(|report| {
+                    report.notice_to_lock_seconds = waited + prepare;
+                    report.notice_to_commit_seconds = notice.heard_at.elapsed().as_secs_f64();
+                });
+                watch.remember(&outcome);
+                Saved::Committed(Box::new(outcome))
+            }
+            Err(failure) => self.failed(&session, job, failure),
+        }
+    }
+
+    /// The notices that stand are a save's deadline, those that come during it, too; one that is withdrawn leaves the others.
+    fn follow_notices(&self, session: &Session) -> UnderWay {
+        let mut changes = self.board.subscribe();
+        let margin = self.session.config.preempt.margin;
+        let following = session.clone();
+        let follow = move |standing: &Standing| {
+            following.set_deadline(standing.earliest().map(|it| it.due(margin)));
+        };
+        follow(&changes.borrow_and_update());
+        UnderWay(self.session.runtime.spawn(async move {
+            while changes.changed().await.is_ok() {
+                follow(&changes.borrow_and_update());
+            }
+        }))
+    }
+
+    /// What was prepared, or else is prepared now.
+    fn prepared(
+        &self,
+        job: &JobProcess,
+        watch: &mut Watch,
+        deadline: Instant,
+    ) -> Result<Armed, Failure> {
+        let armed = watch.arming.take(deadline);
+        let driver = self.driver.open()?;
+        // The job may have come by another GPU process since.
+        let found = gpu_process(&driver, job);
+        match (armed, &found) {
+            (Some(armed), Ok(Some(pid))) if armed.pid() == *pid => return Ok(armed),
+            (Some(armed), _) => leave(armed),
+            (None, _) => {}
+        }
+        let Some(pid) = found? else {
+            let why = "the job uses no GPU, so there is nothing to save";
+            return Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why));
+        };
+        if Instant::now() >= deadline {
+            let why = "the node should be gone by now";
+            return Err(Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why));
+        }
+        checkpoint::arm(self.session.for_one_transfer(Some(deadline)), pid)
+    }
+
+    /// What a save that failed means.
+    fn failed(&self, session: &Session, job: &JobProcess, failure: Failure) -> Saved {
+        match failure.code {
+            // Its end is on the way to us.
+            ExitCode::NothingToSave | ExitCode::RolledBack | ExitCode::Lost
+                if job.status().is_some() =>
+            {
+                Saved::JobEnded
+            }
+            ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
+            ExitCode::Config | ExitCode::Preflight | ExitCode::DoesNotFit => {
+                Saved::Refused(failure)
+            }
+            ExitCode::Spilled => match resume::resume(session) {
+                Ok(outcome) => Saved::Committed(Box::new(outcome)),
+                Err(_still_sealed) => Saved::Stuck(failure),
+            },
+            ExitCode::CommittedTargetAstray => Saved::Astray(failure),
+            _ => Saved::Stuck(failure),
+        }
+    }
+
+    /// Why a save will be late, by the rate of the last one.
+    fn does_not_fit(&self, deadline: Instant, rate: Option<f64>, armed: &Armed) -> Option<Failure> {
+        let rate = rate?;
+        let used = armed.used_memory().ok()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let needed = Duration::try_from_secs_f64(used as f64 / rate).unwrap_or(Duration::MAX);
+        (needed > left).then(|| {
+            let why = format!(
+                "{} MiB of GPU memory need {:.1} s at the {:.0} MiB/s of the last save, and {:.1} s are left (preempt.deadline_policy)",
+                used >> 20,
+                needed.as_secs_f64(),
+                rate / f64::from(1 << 20),
+                left.as_secs_f64()
+            );
+            Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why)
+        })
+    }
+
+    /// A save after which the job goes on. [`Saved::Committed`], [`Saved::RunsOn`] and `None`, which is a save that was skipped: it does.
+    pub(super) fn save_in_passing(&self, job: &JobProcess, watch: &mut Watch) -> Option<Saved> {
+        if let Some(why) = self.takes_too_much(watch) {
+            tracing::warn!("the save in passing is skipped: {why}");
+            self.desk.report(|report| report.saves_skipped += 1);
+            return None;
+        }
+        self.desk.report(|report| report.doing = Doing::Saving);
+        let long = Instant::now() + Duration::from_secs(3600);
+        let prepared = match self.prepared(job, watch, long) {
+            Ok(prepared) => prepared,
+            Err(failure) => return Some(self.failed_in_passing(job, None, failure)),
+        };
+        let (session, pid) = (prepared.session().clone(), prepared.pid());
+        let follows = self.follow_notices(&session);
+        let shown = (self.show)(&session);
+        let saved = match prepared.save(Then::Resume) {
+            Ok(outcome) => {
+                watch.remember(&outcome);
+                watch.locked_before = Some(outcome.seconds_locked);
+                watch.last_in_passing = Instant::now();
+                Saved::Committed(Box::new(outcome))
+            }
+            Err(failure) => self.failed_in_passing(job, Some((&session, pid)), failure),
+        };
+        drop((shown, follows));
+        if let Saved::Committed(outcome) = &saved {
+            tracing::info!("image {} is committed, and the job runs on", outcome.image);
+        }
+        self.look_after_images(watch);
+        Some(saved)
+    }
+
+    /// What a save in passing that failed means: the job is to run.
+    fn failed_in_passing(
+        &self,
+        job: &JobProcess,
+        begun: Option<(&Session, u32)>,
+        failure: Failure,
+    ) -> Saved {
+        let runs = |failure: &Failure| {
+            let mut targets = failure.targets.iter();
+            !failure.targets.is_empty() && targets.all(|it| it.state.as_str() == "running")
+        };
+        let (session, pid) = match begun {
+            // The disk has the save, and it will be uploaded from there.
+            Some(_) if failure.code == ExitCode::Spilled && runs(&failure) => {
+                return Saved::RunsOn(failure);
+            }
+            Some(begun) => begun,
+            None => (&self.session, job.pid),
+        };
+        match self.failed(session, job, failure) {
+            Saved::Refused(failure) => Saved::RunsOn(failure),
+            // It was sealed with its process suspended, and is an image by now.
+            Saved::Committed(outcome) => {
+                let wanted = Wanted {
+                    image: ImageRef::Latest,
+                    into_fresh: false,
+                    started_here: false,
+                    read_only: false,
+                    while_saved: WhileSaved::Wait,
+                };
+                match restore::restore(session, pid, wanted) {
+                    Ok(_restored) => Saved::Committed(outcome),
+                    Err(failure) => Saved::Stuck(failure),
+                }
+            }
+            other => other,
+        }
+    }
+
+    /// Why the next save would take more of the job's time than it may.
+    fn takes_too_much(&self, watch: &Watch) -> Option<String> {
+        let run = &self.session.config.run;
+        let (locked, since) = (watch.locked_before?, watch.last_in_passing.elapsed());
+        let share = 100.0 * locked / (since.as_secs_f64() + locked);
+        (share > f64::from(run.interval_share)).then(|| {
+            format!(
+                "the last one kept the job for {locked:.1} s, {:.0} s ago; another one like it would take {share:.0} % of its time, and {} % are allowed (job.interval, job.interval_share)",
+                since.as_secs_f64(),
+                run.interval_share
+            )
+        })
+    }
+
+    /// Saves that lie in the spill are uploaded, and old images go, in the background. What fails is told, and no more.
+    fn look_after_images(&self, watch: &mut Watch) {
+        let is_under_way = |thread: &JoinHandle<()>| !thread.is_finished();
+        if watch.upkeep.as_ref().is_some_and(is_under_way) {
+            return;
+        }
+        let session = self.session.for_one_transfer(None);
+        let upkeep = std::thread::Builder::new().name("upkeep".to_owned());
+        let upkeep = upkeep.spawn(move || {
+            finish_sealed(&session);
+            if let Err(failure) = upkeep::prune(&session, false) {
+                let why = one_line(failure.cause.as_ref());
+                tracing::warn!("old images were not pruned: {why}");
+            }
+        });
+        watch.upkeep = upkeep.ok();
+    }
+
+    pub(super) fn count(&self, saved: &Saved) {
+        self.desk.report(|report| match saved {
+            Saved::Committed(outcome) => {
+                report.saves_committed += 1;
+                report.seconds_locked += outcome.seconds_locked;
+                report.bytes_raw += outcome.bytes.raw;
+                report.bytes_stored += outcome.bytes.stored;
+                report.retries += outcome.retries;
+                report.image = Some(outcome.image.clone());
+                report.last_failure = None;
+            }
+            Saved::RunsOn(failure)
+            | Saved::Refused(failure)
+            | Saved::Astray(failure)
+            | Saved::Stuck(failure) => {
+                report.saves_failed += 1;
+                report.last_failure = Some(one_line(failure.cause.as_ref()));
+            }
+            Saved::JobEnded => {}
+        });
+    }
+}
+
+impl Watch {
+    fn remember(&mut self, outcome: &Outcome) {
+        // What comes after the commit is not on the way of a save.
+        let until_commit = outcome.seconds.iter();
+        let until_commit =
+            until_commit.take_while(|it| !matches!(it.phase, Phase::Complete | Phase::Restore));
+        let seconds: f64 = until_commit.map(|it| it.seconds).sum();
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let raw = outcome.bytes.raw as f64;
+        if raw > 0.0 && seconds > 0.0 {
+            self.rate = Some(raw / seconds);
+        }
+    }
+}
+
+/// Uploads what lies in the spill, if there is one.
+pub(super) fn finish_sealed(session: &Session) {
+    if session.config.spill.place.is_none() {
+        return;
+    }
+    match resume::resume(session) {
+        Ok(outcome) => tracing::warn!("the sealed save was finished: image {}", outcome.image),
+        Err(failure) if failure.code == ExitCode::NothingToSave => {}
+        Err(failure) => tracing::warn!(
+            "a sealed save was not finished: {}",
+            one_line(failure.cause.as_ref())
+        ),
+    }
+}
