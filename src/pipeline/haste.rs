@@ -46,10 +46,8 @@ impl<'a> Haste<'a> {
         let coded = |target: &UploadTarget| target.meter.coded.load(Ordering::Relaxed);
         let coded = self.targets.iter().map(coded).sum();
         let left = due.saturating_duration_since(now);
-        let Some(needed) = needed(now - self.started, coded, self.total) else {
-            return false;
-        };
-        let is_late = needed > left * SHARE / 100;
+        let needed = needed(now - self.started, coded, self.total).unwrap_or_default();
+        let is_late = left.is_zero() || needed > left * SHARE / 100;
         if is_late && !self.is_needed.swap(true, Ordering::Relaxed) {
             tracing::info!(
                 "the rest would take {:.1} s, and {:.1} s are left: from now on compression is what time allows",

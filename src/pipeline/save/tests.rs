@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::super::network::Network;
 use super::*;
-use crate::codec::Settings;
+use crate::codec::{Level, Settings};
 use crate::driver::{DeviceMemory, STREAMS_OUT, fake};
 
 const CHUNK_LEN: usize = 256 << 10;
@@ -23,6 +23,8 @@ enum Fill {
     Half,
     /// A frame of next to nothing.
     Zero,
+    /// The more a compressor tries, the shorter.
+    Words,
 }
 
 impl Fill {
@@ -31,14 +33,24 @@ impl Fill {
         let len = match self {
             Fill::Random => chunk.len(),
             Fill::Half => chunk.len() / 2,
-            Fill::Zero => 0,
+            Fill::Zero | Fill::Words => 0,
         };
-        fastrand::Rng::with_seed(seed).fill(&mut chunk[..len]);
+        let mut random = fastrand::Rng::with_seed(seed);
+        random.fill(&mut chunk[..len]);
+        if let Fill::Words = self {
+            let words: Vec<[u8; 7]> = (0..500)
+                .map(|_| random.u64(..).to_le_bytes())
+                .map(|it| it[..7].try_into().unwrap())
+                .collect();
+            for place in chunk.chunks_exact_mut(7) {
+                place.copy_from_slice(&words[random.usize(..words.len())]);
+            }
+        }
     }
 }
 
 /// A run on buffers as few as the least plan has, and some to lend.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Case {
     /// What each lane's ring buffers hold, in turn. The driver of stubs copies nothing, so that is what is saved.
     lanes: Vec<Vec<Fill>>,
@@ -46,6 +58,8 @@ struct Case {
     parallelism: usize,
     /// Chunk buffers per lane, and frame buffers, beyond the least plan.
     to_lend: usize,
+    level: Level,
+    due: Option<Instant>,
 }
 
 impl Case {
@@ -87,7 +101,11 @@ impl Case {
         let frame_len = crate::codec::frame_bound(CHUNK_LEN);
         let frame_count = self.threads + 1 + self.to_lend;
         let pack_count = (lanes.len() + 1) * PART_LEN.div_ceil(PACK_LEN);
-        let encoders = (0..self.threads).map(|_| Encoder::new(Settings::default()).unwrap());
+        let settings = Settings {
+            level: self.level,
+            ..Settings::default()
+        };
+        let encoders = (0..self.threads).map(|_| Encoder::new(settings).unwrap());
         let mut encoders: Vec<_> = encoders.collect();
         let resources = SaveResources {
             store: store.clone(),
@@ -99,6 +117,7 @@ impl Case {
             parallelism: self.parallelism,
             meter: Meter::new(),
         };
+        resources.meter.set_due(self.due);
         let pools = [
             resources.frame_buffers.clone(),
             resources.pack_buffers.clone(),
@@ -128,12 +147,37 @@ impl Case {
 }
 
 #[test]
+fn a_save_that_is_late_compresses_as_time_allows() {
+    let stored = |level, due| {
+        let case = Case {
+            lanes: vec![vec![Fill::Words]],
+            threads: 1,
+            parallelism: 2,
+            level,
+            due,
+            ..Case::default()
+        };
+        case.save().lanes[0].len
+    };
+    let hour = Duration::from_secs(3600);
+    let thorough = stored(Level::Zstd(12), None);
+    assert_eq!(
+        stored(Level::Zstd(12), Some(Instant::now() + hour)),
+        thorough
+    );
+    // All but the first chunk.
+    let late = stored(Level::Zstd(12), Some(Instant::now()));
+    assert!(late > thorough, "{late} {thorough}");
+}
+
+#[test]
 fn memory_that_does_not_stand_still_makes_a_save_void() {
     let case = |fill| Case {
         lanes: vec![vec![fill]],
         threads: 1,
         parallelism: 1,
         to_lend: 0,
+        ..Case::default()
     };
     let witness = Arc::new(Witness::new(CHUNK_COUNT));
     case(Fill::Zero).try_save(Some(&witness)).unwrap();
@@ -176,6 +220,7 @@ fn nothing_waits_for_ever_on_the_least_buffers() {
                 threads,
                 parallelism,
                 to_lend,
+                ..Case::default()
             };
             let saved = case.clone().run();
             let saved = saved.unwrap_or_else(|| panic!("{case:?} hangs, or failed as said above"));
