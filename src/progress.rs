@@ -3,6 +3,7 @@
 //! In: bytes as they pass each stage. Out: the same numbers, to whoever draws a bar or prints a line. Nothing here can fail,
 //! and nothing here waits: a meter that nobody reads costs one relaxed addition per chunk.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -55,6 +56,8 @@ pub struct Meter {
     pub retries: AtomicU64,
     /// How often the store asked for fewer requests.
     pub slow_downs: AtomicU64,
+    /// Uploads that could not be aborted, and stay in the store.
+    pub failed_aborts: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -62,6 +65,7 @@ struct MeterState {
     phases: Vec<Phase>,
     lanes: Vec<Arc<LaneMeter>>,
     due: Option<Instant>,
+    retries: BTreeMap<&'static str, u64>,
 }
 
 /// One look at a [`Meter`].
@@ -122,9 +126,10 @@ impl Meter {
         self.recorder.as_ref()
     }
 
-    /// Counts a request that is tried again; `what` says why, when somebody wants to know.
+    /// Counts a request that is tried again for a cause of this kind; `what` says more, when somebody wants to know.
     pub fn retried(&self, kind: &'static str, what: impl FnOnce() -> String) {
         self.retries.fetch_add(1, Ordering::Relaxed);
+        *self.lock().retries.entry(kind).or_default() += 1;
         if let Some(recorder) = &self.recorder {
             recorder.mark(kind, what());
         }
@@ -154,6 +159,11 @@ impl Meter {
             recorder.name_lanes(lanes.iter().map(|lane| lane.label.clone()).collect());
         }
         self.lock().lanes = lanes;
+    }
+
+    /// Requests that were tried again, by the kind of the cause.
+    pub fn retries_by_cause(&self) -> BTreeMap<&'static str, u64> {
+        self.lock().retries.clone()
     }
 
     /// What the meter says now.

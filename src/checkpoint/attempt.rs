@@ -4,6 +4,7 @@
 //! without conditional writes, on which the commit rests); another writer who has the job. What is left when we die here: a claim, entries `open` and `saving` for which others wait as long as they say, and open uploads under
 //! keys that no image names.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use futures::future::{join, join_all, join3};
@@ -296,6 +297,7 @@ impl Attempt {
             let store = &session.store_for_clean_up;
             let aborted = store.abort_upload(&open.key, &open.upload).await;
             aborted.err().map(|error| {
+                session.meter.failed_aborts.fetch_add(1, Ordering::Relaxed);
                 let why = crate::error::one_line(&error);
                 format!("an unfinished upload stays in the store: {why}")
             })

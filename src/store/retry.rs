@@ -401,7 +401,8 @@ impl Attempts<'_> {
         }
         let kind = match error {
             StoreError::SlowDown { .. } => "slow down",
-            _ => "retry",
+            StoreError::NotFound { .. } => "not found",
+            _ => "fault",
         };
         self.meter
             .retried(kind, || format!("attempt {} failed: {error}", self.count));

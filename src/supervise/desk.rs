@@ -4,6 +4,7 @@
 //!
 //! Only our own user may connect: the socket's mode is 0600.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -99,8 +100,10 @@ pub struct Report {
     pub bytes_raw: u64,
     /// Bytes that they took in the store.
     pub bytes_stored: u64,
-    /// Store requests that were tried again so far.
-    pub retries: u64,
+    /// Store requests that were tried again so far, by the kind of the cause: `slow down`, `not found`, `fault`.
+    pub retries: BTreeMap<String, u64>,
+    /// Uploads that could not be aborted so far; `ckptstream gc` does it later.
+    pub failed_aborts: u64,
     /// Notices of all lives of the job.
     pub ever: Ever,
     /// The newest image of this supervision.

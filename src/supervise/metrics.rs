@@ -97,10 +97,10 @@ const METRICS: &[Metric] = &[
         |it| float(it.bytes_stored),
     ),
     (
-        "store_retries_total",
+        "failed_aborts_total",
         "counter",
-        "Store requests that were tried again.",
-        |it| float(it.retries),
+        "Uploads that could not be aborted, and stay in the store until `ckptstream gc`.",
+        |it| float(it.failed_aborts),
     ),
     (
         "armed",
@@ -138,6 +138,14 @@ pub(super) fn text(report: &Report) -> String {
             "# HELP ckptstream_{name} {help}\n# TYPE ckptstream_{name} {kind}\nckptstream_{name}{{job=\"{job}\"}} {}",
             value(report)
         );
+    }
+    let name = "ckptstream_store_retries_total";
+    let _ = writeln!(
+        text,
+        "# HELP {name} Store requests that were tried again.\n# TYPE {name} counter"
+    );
+    for (cause, count) in &report.retries {
+        let _ = writeln!(text, "{name}{{job=\"{job}\",cause=\"{cause}\"}} {count}");
     }
     let name = "ckptstream_source_blind";
     let _ = writeln!(

@@ -2,6 +2,7 @@
 //!
 //! In: a notice, or the interval; what is prepared. Out: what became of the job, as a [`Saved`]. What can fail: as a save does; each failure is one of these words.
 
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -67,6 +68,7 @@ impl Supervisor<'_> {
         let waited = notice.heard_at.elapsed().as_secs_f64();
         let saved = prepared.save(Then::Suspend);
         drop(shown);
+        self.count_requests(&session);
         match saved {
             Ok(outcome) => {
                 let prepare = outcome.seconds.iter();
@@ -193,6 +195,7 @@ impl Supervisor<'_> {
             Err(failure) => self.failed_in_passing(job, Some((&session, pid)), failure),
         };
         drop((shown, follows));
+        self.count_requests(&session);
         if let Saved::Committed(outcome) = &saved {
             tracing::info!("image {} is committed, and the job runs on", outcome.image);
         }
@@ -271,6 +274,16 @@ impl Supervisor<'_> {
         watch.upkeep = upkeep.ok();
     }
 
+    /// What became of a save's requests, whatever became of it.
+    fn count_requests(&self, session: &Session) {
+        self.desk.report(|report| {
+            for (cause, count) in session.meter.retries_by_cause() {
+                *report.retries.entry(cause.to_owned()).or_default() += count;
+            }
+            report.failed_aborts += session.meter.failed_aborts.load(Ordering::Relaxed);
+        });
+    }
+
     pub(super) fn count(&self, saved: &Saved) {
         self.desk.report(|report| match saved {
             Saved::Committed(outcome) => {
@@ -278,7 +291,6 @@ impl Supervisor<'_> {
                 report.seconds_locked += outcome.seconds_locked;
                 report.bytes_raw += outcome.bytes.raw;
                 report.bytes_stored += outcome.bytes.stored;
-                report.retries += outcome.retries;
                 report.image = Some(outcome.image.clone());
                 report.last_failure = None;
             }
