@@ -55,7 +55,8 @@ use crate::watchdog;
 use crate::writer::random_hex;
 use attempt::Attempt;
 use commit::commit;
-use memory::{Memory, plan};
+use memory::Memory;
+pub(crate) use memory::plan;
 use spill::{NoSpill, Spill};
 
 /// How long a target may take to die before its state counts as unknown.
@@ -151,7 +152,7 @@ fn prepare(
     };
     let opened = catch_unwind(AssertUnwindSafe(|| {
         failpoint::pass("prepare:target known");
-        let plan = plan(session, &driver)?;
+        let plan = plan(&session.config, &driver)?;
         // A save that may be spilled reads the GPUs' memory once more for that.
         let runs = 1 + usize::from(session.config.spill.place.is_some());
         // A target that is not saved at once may use more memory by then.
@@ -660,8 +661,9 @@ fn take_in_hand(
     driver
         .require_custom_storage()
         .map_err(|error| refused(ExitCode::Preflight, error.into()))?;
-    if target.is_stopped() {
-        return Err(refused(ExitCode::Preflight, Box::new(Stopped { pid })));
+    if let Some(what) = target.why_not_scheduled() {
+        let stopped = Stopped { pid, what };
+        return Err(refused(ExitCode::Preflight, Box::new(stopped)));
     }
     let running = RunningProcess::attach(&driver, pid).map_err(|error| {
         let code = match &error {
@@ -690,10 +692,11 @@ fn take_in_hand(
 /// A stopped process cannot answer the lock.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "process {pid} is stopped, so the driver cannot lock it; continue it first (kill -CONT {pid}), or thaw its cgroup"
+    "process {pid} is {what}, so the driver cannot lock it; continue it first (kill -CONT {pid}), or thaw its cgroup"
 )]
 struct Stopped {
     pid: u32,
+    what: &'static str,
 }
 
 /// Whether the job's newest image was made of this very process.

@@ -62,6 +62,7 @@ pub mod phases;
 pub mod pipeline;
 pub mod plan;
 pub mod preempt;
+pub mod preflight;
 pub mod progress;
 pub mod recover;
 pub mod restore;

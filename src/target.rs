@@ -5,7 +5,7 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -143,10 +143,37 @@ impl Target {
         }
     }
 
-    /// Whether it is stopped by a signal or a tracer: a stopped process cannot answer the driver's lock.
-    pub fn is_stopped(&self) -> bool {
+    /// What keeps it from running, if anything does: a stopped or frozen process cannot answer the driver's lock.
+    pub fn why_not_scheduled(&self) -> Option<&'static str> {
         let stat = read(self.pid, "stat").unwrap_or_default();
-        matches!(stat_field(&stat, STAT_STATE), Some("T" | "t"))
+        if matches!(stat_field(&stat, STAT_STATE), Some("T" | "t")) {
+            return Some("stopped");
+        }
+        let groups = read(self.pid, "cgroup").unwrap_or_default();
+        let is_frozen = groups
+            .lines()
+            .any(|line| is_frozen(Path::new("/sys/fs/cgroup"), line));
+        is_frozen.then_some("in a frozen cgroup")
+    }
+}
+
+/// Whether the group of a line of `/proc/PID/cgroup` is frozen, by itself or by one above it.
+fn is_frozen(mount: &Path, line: &str) -> bool {
+    let mut fields = line.splitn(3, ':').skip(1);
+    let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
+        return false;
+    };
+    let path = path.trim_start_matches('/');
+    let says = |file: PathBuf, word: &str| {
+        std::fs::read_to_string(file).is_ok_and(|text| text.lines().any(|line| line.trim() == word))
+    };
+    match controllers {
+        "" => says(mount.join(path).join("cgroup.events"), "frozen 1"),
+        "freezer" => says(
+            mount.join("freezer").join(path).join("freezer.state"),
+            "FROZEN",
+        ),
+        _ => false,
     }
 }
 
@@ -262,7 +289,7 @@ mod tests {
         assert_eq!(target.pid, child.id());
         assert_eq!(target.ns_pids.first(), Some(&child.id()));
         assert!(target.is_alive() && target.start_time > 0 && target.boot_id.len() == 36);
-        assert!(!target.is_stopped());
+        assert_eq!(target.why_not_scheduled(), None);
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!target.is_alive());

@@ -8,6 +8,8 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
+use crate::config::JobName;
+use crate::manifest::{AttemptClaim, FORMAT};
 use crate::target::{TargetError, boot_id, pid_namespace, start_time};
 
 /// A process, beyond its pid: another one never has all of these.
@@ -23,6 +25,19 @@ pub struct ProcessIdentity {
     pub pid: u32,
     /// Clock ticks between boot and its start.
     pub start_time: u64,
+}
+
+/// What claims a prefix of the store for an attempt of ours.
+pub(crate) fn claim(job: &JobName, attempt: &str) -> AttemptClaim {
+    AttemptClaim {
+        format: FORMAT,
+        job: job.to_string(),
+        attempt: attempt.to_owned(),
+        tool: tool(),
+        host: host_name(),
+        pid: std::process::id(),
+        created_ms: now_ms(),
+    }
 }
 
 impl ProcessIdentity {

@@ -17,12 +17,12 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::job_log::{AppendError, SavingEntry, append_dropped, append_saving};
 use crate::journal::{JournalError, Step};
-use crate::manifest::{AttemptClaim, FORMAT, claim_key};
+use crate::manifest::{AttemptClaim, claim_key};
 use crate::ownership::{self, OwnershipError, WhileSaved, append_code};
 use crate::session::{Session, code_before_begin};
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError, UploadId};
 use crate::target::{Target, TargetError};
-use crate::writer::{ProcessIdentity, host_name, now_ms, random_hex, tool};
+use crate::writer::{ProcessIdentity, claim, random_hex};
 
 /// Seconds that a save without a deadline may take: this many, and one for so many bytes of GPU memory.
 const SECONDS_MIN: u64 = 30;
@@ -127,15 +127,7 @@ impl Attempt {
         let target = &custody.target;
         let job = &session.config.job;
         let by = ProcessIdentity::ours()?;
-        let claim = AttemptClaim {
-            format: FORMAT,
-            job: job.to_string(),
-            attempt: self.nonce.clone(),
-            tool: tool(),
-            host: host_name(),
-            pid: std::process::id(),
-            created_ms: now_ms(),
-        };
+        let claim = claim(job, &self.nonce);
         let key = &Key::of_job(job, &claim_key(&self.nonce)).map_err(OpenError::Key)?;
         let put = session.store.put_if_absent(key, claim.encode().into());
         let store = &*session.store;

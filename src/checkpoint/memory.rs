@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::attempt::OpenUpload;
 use crate::codec::Encoder;
+use crate::config::Config;
 use crate::driver::{
     BufferPool, CheckpointingProcess, CopyQueue, Device, Driver, DriverError, STREAMS_OUT,
 };
@@ -29,16 +30,16 @@ const COPIES_UNDER_WAY: usize = 4;
 ///
 /// # Errors
 /// Exit 2 or 3, see [`plan_code`].
-pub(super) fn plan(session: &Session, driver: &Driver) -> Result<SavePlan, Failure> {
-    let pipeline = &session.config.pipeline;
+pub(crate) fn plan(config: &Config, driver: &Driver) -> Result<SavePlan, Failure> {
+    let pipeline = &config.pipeline;
     let settings = SaveSettings {
-        part_size: session.config.store.part_size,
+        part_size: config.store.part_size,
         chunk_size: pipeline.chunk_size,
         memory_budget: pipeline.memory_budget,
         budget_is_set: pipeline.memory_budget_is_set,
         threads: pipeline.threads,
-        parallelism: session.config.store.parallelism,
-        context_bytes: session.config.compression.settings.context_bytes(),
+        parallelism: config.store.parallelism,
+        context_bytes: config.compression.settings.context_bytes(),
     };
     let gpu_memory: Vec<u64> = driver
         .devices()

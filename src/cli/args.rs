@@ -107,6 +107,11 @@ Notices: by default SIGTERM, SIGUSR1 and `ckptstream notify`; preempt.sources ha
     #[command(after_help = "\
 Exit codes as those of `run`; 0 when the process ends by itself, because only its parent knows its status.")]
     Watch(WatchArgs),
+    /// Find out whether a save would work from here before it is needed: the store, this node, the target
+    #[command(after_help = "\
+Exit codes: 0 when a save would work, warnings or not; 3 when it would fail. It takes 20 s at most. The store is asked with the requests of a save, under a prefix of its own that is removed afterwards; \
+a target is looked at and not touched.")]
+    Preflight(PreflightArgs),
     /// Bring a notice to the `run` or `watch` of a job, and wait for the verdict: for a preStop hook, a Slurm prolog, a script
     #[command(after_help = "\
 Exit codes: 0 when the job was saved; 5 when the save was refused because it does not fit; 7 when the job had ended; else those of `checkpoint`. 3 when nobody listens.")]
@@ -157,6 +162,7 @@ impl Command {
             Command::Restore(_) => "restore",
             Command::Run(_) => "run",
             Command::Watch(_) => "watch",
+            Command::Preflight(_) => "preflight",
             Command::Notify(_) => "notify",
             Command::Status(_) => "status",
             Command::List => "list",
@@ -182,6 +188,7 @@ impl Command {
                 "asks to stop; once the driver was asked to restore, the restore goes on to its end"
             }
             Command::List
+            | Command::Preflight(_)
             | Command::Notify(_)
             | Command::Status(_)
             | Command::Inspect(_)
@@ -346,6 +353,17 @@ pub(super) struct UpkeepArgs {
     pub(super) dry_run: bool,
 }
 
+/// `preflight`
+#[derive(Debug, ClapArgs)]
+pub(super) struct PreflightArgs {
+    /// Process that is to be saved, if it runs already
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) pid: Option<u32>,
+
+    #[command(flatten)]
+    pub(super) deadline: DeadlineArgs,
+}
+
 /// `restore`
 #[derive(Debug, ClapArgs)]
 pub(super) struct RestoreArgs {
@@ -486,6 +504,9 @@ impl Args {
         };
         match &self.command {
             Command::Checkpoint(command) => {
+                overrides.deadline.clone_from(&command.deadline.deadline);
+            }
+            Command::Preflight(command) => {
                 overrides.deadline.clone_from(&command.deadline.deadline);
             }
             Command::Restore(command) => {

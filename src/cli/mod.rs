@@ -11,6 +11,7 @@ mod console;
 mod images;
 mod init;
 mod logging;
+mod preflight;
 mod progress;
 mod report;
 mod signals;
@@ -45,6 +46,7 @@ use crate::upkeep::{self, GcOptions, Upkeep};
 
 use args::{Args, Command, GuardArgs, ProgressChoice, ThenChoice, TimelineArgs};
 use console::Console;
+use preflight::PreflightListing;
 use progress::{Mode, Progress, Terminal};
 use report::{Done, RunReport};
 use stdout::Stdout;
@@ -293,6 +295,7 @@ impl Run<'_> {
                 })
                 .map(|recovered| Some(Done::Recovered(RecoveredListing(recovered))))
             }
+            Command::Preflight(command) => self.preflight(config()?, command.pid).map(Some),
             Command::Notify(command) => self.notify(command, &overrides, &raw).map(Some),
             Command::Status(command) => {
                 let path = Config::resolve_socket(command.socket.as_deref(), &overrides, &raw);
@@ -431,6 +434,19 @@ impl Run<'_> {
             done.push(tidied);
         }
         Ok(Done::Upkeep(UpkeepListing::new(done)))
+    }
+
+    fn preflight(&self, config: Config, pid: Option<u32>) -> Result<Done, Failure> {
+        Ground::stand(self.args.command.signal_effect(), Meter::new(), |ground| {
+            let findings = crate::preflight::preflight(crate::preflight::Surroundings {
+                config,
+                runtime: ground.runtime.handle().clone(),
+                meter: Arc::clone(&ground.meter),
+                cancel: ground.cancel.clone(),
+                pid,
+            });
+            Ok(Done::Preflight(PreflightListing(findings)))
+        })
     }
 
     fn jobs(&self, store: &StoreConfig) -> Result<Vec<JobName>, Failure> {

@@ -10,6 +10,7 @@ use serde::{Serialize, Serializer};
 
 use super::bench;
 use super::images::{ImageListing, Inspection, JobListing};
+use super::preflight::PreflightListing;
 use super::supervise::{NotifyOutcome, StatusListing};
 use super::tidy::{RecoveredListing, UpkeepListing};
 use super::units::{size, sizes, whole};
@@ -68,6 +69,7 @@ enum Body {
     Bench(Box<Report>),
     Upkeep(UpkeepListing),
     Recovered(RecoveredListing),
+    Preflight(PreflightListing),
     Status(StatusListing),
     Notified(NotifyOutcome),
     Failed {},
@@ -106,6 +108,8 @@ pub(super) enum Done {
     Upkeep(UpkeepListing),
     /// `recover`.
     Recovered(RecoveredListing),
+    /// `preflight`.
+    Preflight(PreflightListing),
     /// `status`.
     Status(StatusListing),
     /// `notify`.
@@ -118,6 +122,7 @@ impl Done {
         match self {
             Self::Recovered(listing) => listing.0.code(),
             Self::Upkeep(listing) => listing.code(),
+            Self::Preflight(listing) => listing.code(),
             _ => ExitCode::Ok,
         }
     }
@@ -177,6 +182,11 @@ impl RunReport {
                 report.targets = listing.states();
                 report.cause = listing.left();
                 Body::Recovered(listing)
+            }
+            Done::Preflight(listing) => {
+                report.job = Some(listing.0.job.clone());
+                report.cause = listing.failures();
+                Body::Preflight(listing)
             }
             Done::Status(listing) => {
                 report.job = Some(listing.status.job.clone());
@@ -305,6 +315,7 @@ impl RunReport {
             Body::Bench(measured) => bench::text(measured),
             Body::Upkeep(listing) => listing.text(),
             Body::Recovered(listing) => listing.text(),
+            Body::Preflight(listing) => listing.text(),
             Body::Status(listing) => listing.text(),
             Body::Notified(outcome) => outcome.text(),
             Body::Failed {} => String::new(),

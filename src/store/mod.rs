@@ -211,6 +211,24 @@ pub struct ObjectInfo {
     pub age: Option<Duration>,
 }
 
+/// What a store tells of itself, and of who asks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Its clock, in milliseconds since 1970, to the second.
+    pub date_ms: Option<u64>,
+    /// What requests are signed with.
+    pub credentials: Option<Credentials>,
+}
+
+/// Where credentials come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Credentials {
+    /// The link of the SDK's chain that has them.
+    pub source: String,
+    /// Until they end; `None` where they do not. What can be renewed is, before that.
+    pub seconds_left: Option<u64>,
+}
+
 /// Outcome of a conditional write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PutOutcome {
@@ -545,6 +563,11 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Deletes an object. One that is not there is a success.
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// What is to be known of the store besides its objects. A store that tells nothing tells nothing.
+    fn facts(&self) -> BoxFuture<'_, Facts> {
+        std::future::ready(Facts::default()).boxed()
+    }
 
     /// For messages: `s3://bucket/prefix`, `file:///directory`.
     fn describe(&self) -> String;

@@ -25,8 +25,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, RetryLimit,
-    Store, StoreError, UploadId, listing_name, read_slice,
+    Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
+    RetryLimit, Store, StoreError, UploadId, listing_name, read_slice,
 };
 use crate::failpoint;
 use crate::progress::Meter;
@@ -627,6 +627,10 @@ impl<S: Store + ?Sized> Store for Retrying<S> {
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
         self.again("DeleteObject", key.as_str(), || self.inner.delete(key))
             .boxed()
+    }
+
+    fn facts(&self) -> BoxFuture<'_, Facts> {
+        self.inner.facts()
     }
 
     fn describe(&self) -> String {

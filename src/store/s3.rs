@@ -26,8 +26,8 @@ use aws_config::{BehaviorVersion, Region, SdkConfig};
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::{
-    IdentityCache, RequestChecksumCalculation, ResponseChecksumValidation, SharedHttpClient,
-    StalledStreamProtectionConfig,
+    IdentityCache, ProvideCredentials, RequestChecksumCalculation, ResponseChecksumValidation,
+    SharedCredentialsProvider, SharedHttpClient, StalledStreamProtectionConfig,
 };
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::operation::list_objects_v2::ListObjectsV2Output;
@@ -44,10 +44,12 @@ use tokio::time::{Instant, timeout};
 use self::fault::{Fault, transient};
 use self::interceptors::{AnswerDate, SignedPayload};
 use self::payload::{BODY_FRAME_LEN, Payload};
-use self::transport::{check_credentials, credentials_proxy, http_client, tls_context};
+use self::transport::{
+    check_credentials, credentials, credentials_proxy, http_client, tls_context,
+};
 use super::{
-    Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink, Store,
-    StoreError, UploadId, listing_name,
+    Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
+    Store, StoreError, UploadId, listing_name,
 };
 use crate::codec::Crc64;
 use crate::config::{PartChecksum, StoreConfig};
@@ -62,6 +64,7 @@ const CREDENTIALS_RENEWAL: Duration = Duration::from_secs(60);
 /// A bucket, or a prefix in one. Cheap to use from many tasks at once; connections are shared.
 pub struct S3Store {
     client: Client,
+    credentials: SharedCredentialsProvider,
     bucket: String,
     /// Empty, or ends in `/`.
     prefix: String,
@@ -110,7 +113,7 @@ impl S3Store {
                 advice: "; set store.region or AWS_REGION".to_owned(),
             });
         };
-        check_credentials(&sdk, &describe).await?;
+        let credentials = check_credentials(&sdk, &describe).await?;
 
         let settings = aws_sdk_s3::config::Builder::from(&sdk)
             .http_client(store_client)
@@ -122,6 +125,7 @@ impl S3Store {
             .build();
         Ok(Self {
             client: Client::from_conf(settings),
+            credentials,
             bucket: bucket.to_owned(),
             prefix: match prefix {
                 "" => String::new(),
@@ -732,6 +736,28 @@ impl S3Store {
         }
     }
 
+    /// The bucket is asked for its head; a refusal has a date, too.
+    async fn look_around(&self) -> Facts {
+        let date = Arc::new(OnceLock::new());
+        let request = self.client.head_bucket().bucket(&self.bucket);
+        let request = request
+            .customize()
+            .interceptor(AnswerDate(Arc::clone(&date)))
+            .send();
+        // Whatever it answers: the right to ask for this is no right that a save needs.
+        let _answer = timeout(self.request_timeout, request).await;
+        let credentials = match self.credentials.provide_credentials().await {
+            Ok(found) => Some(credentials(&found)),
+            Err(_gone) => None,
+        };
+        Facts {
+            date_ms: date
+                .get()
+                .and_then(|date: &DateTime| u64::try_from(date.to_millis().ok()?).ok()),
+            credentials,
+        }
+    }
+
     async fn remove(&self, key: &Key) -> Result<(), StoreError> {
         let request = self
             .client
@@ -869,6 +895,10 @@ impl Store for S3Store {
 
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
         self.remove(key).boxed()
+    }
+
+    fn facts(&self) -> BoxFuture<'_, Facts> {
+        self.look_around().boxed()
     }
 
     fn describe(&self) -> String {

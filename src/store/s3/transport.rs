@@ -3,10 +3,10 @@
 //! In: the configuration's connect timeout, and the environment (`AWS_CA_BUNDLE`, the proxy variables). Out: an HTTP client for the SDK. What can fail:
 //! certificates that cannot be used, credentials that are not there; both are [`StoreError::Refused`], told before anything is asked of the store.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use aws_config::SdkConfig;
-use aws_sdk_s3::config::{ProvideCredentials, SharedHttpClient};
+use aws_sdk_s3::config::{ProvideCredentials, SharedCredentialsProvider, SharedHttpClient};
 use aws_smithy_http_client::Connector;
 use aws_smithy_http_client::proxy::ProxyConfig;
 use aws_smithy_http_client::tls::{Provider, TlsContext, TrustStore, rustls_provider::CryptoMode};
@@ -15,7 +15,7 @@ use aws_smithy_runtime_api::client::http::{
 };
 
 use crate::error::one_line;
-use crate::store::StoreError;
+use crate::store::{Credentials, StoreError};
 
 /// Trusted roots: the system's, or the file in `AWS_CA_BUNDLE` instead. None for plain HTTP, where loading them would only cost time.
 pub(super) fn tls_context(plain_http: bool, describe: &str) -> Result<TlsContext, StoreError> {
@@ -73,7 +73,10 @@ pub(super) fn credentials_proxy() -> ProxyConfig {
 }
 
 /// Asks the credentials chain once, so that an empty one is told at the start.
-pub(super) async fn check_credentials(sdk: &SdkConfig, describe: &str) -> Result<(), StoreError> {
+pub(super) async fn check_credentials(
+    sdk: &SdkConfig,
+    describe: &str,
+) -> Result<SharedCredentialsProvider, StoreError> {
     let refused = |what: String| {
         StoreError::Refused {
         operation: "connect",
@@ -86,7 +89,24 @@ pub(super) async fn check_credentials(sdk: &SdkConfig, describe: &str) -> Result
         .credentials_provider()
         .ok_or_else(|| refused("no credentials are set up".to_owned()))?;
     match provider.provide_credentials().await {
-        Ok(_) => Ok(()),
+        Ok(_) => Ok(provider),
         Err(error) => Err(refused(format!("no credentials: {}", one_line(&error)))),
+    }
+}
+
+/// What can be told of them. Their source has no method of its own; it is the first word of what they print of themselves, which has no secret in it.
+pub(super) fn credentials(found: &aws_sdk_s3::config::Credentials) -> Credentials {
+    let printed = format!("{found:?}");
+    let source = printed
+        .split_once("provider_name: \"")
+        .and_then(|(_, rest)| rest.split_once('"'));
+    let left = found.expiry().map(|end| {
+        end.duration_since(SystemTime::now())
+            .unwrap_or_default()
+            .as_secs()
+    });
+    Credentials {
+        source: source.map_or("the chain", |(name, _)| name).to_owned(),
+        seconds_left: left,
     }
 }

@@ -1,0 +1,192 @@
+//! Whether a save of this job would work from here, found out before it is needed: the store, this node, the target.
+//!
+//! In: the configuration, perhaps a target. Out: a list of [`Check`]s, each with what was found, why it matters and what mends it. Nothing can fail: what fails is what was looked for.
+//!
+//! The store is asked with the very requests of a save, under the prefix of an attempt that is never announced; what it leaves when it dies is `gc`'s. The target is looked at and not touched. It ends within [`LIMIT`],
+//! whatever hangs.
+
+mod bucket;
+mod node;
+
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::Config;
+use crate::error::{ExitCode, one_line};
+use crate::progress::Meter;
+use crate::session::Session;
+
+use node::Node;
+
+/// All of it takes no longer.
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// The store's part of it, which leaves time to clean up.
+const STORE_LIMIT: Duration = Duration::from_secs(14);
+
+/// The driver may take this long to come up.
+const NODE_LIMIT: Duration = Duration::from_secs(18);
+
+/// How one thing is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// As it should be.
+    Ok,
+    /// A save works; something beside it does not.
+    Warning,
+    /// A save would fail.
+    Failed,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// `store.…`, `node.…`, `target.…` or `deadline.…`.
+    pub name: &'static str,
+    /// How it is.
+    pub state: State,
+    /// What was found.
+    pub found: String,
+    /// Why it matters.
+    pub why: &'static str,
+    /// The key, flag, right or command that mends it; `None` where nothing is to be mended.
+    pub mend: Option<String>,
+}
+
+/// Everything that was found.
+#[derive(Debug, Clone, Serialize)]
+pub struct Findings {
+    /// The job.
+    pub job: String,
+    /// In the order in which they were looked at.
+    pub checks: Vec<Check>,
+    /// Bytes per second that the store took.
+    pub upload_rate: Option<f64>,
+    /// Bytes per second that it gave.
+    pub download_rate: Option<f64>,
+}
+
+impl Findings {
+    /// 0, or 3 when a save would fail.
+    pub fn code(&self) -> ExitCode {
+        match self.worst() {
+            State::Failed => ExitCode::Preflight,
+            State::Ok | State::Warning => ExitCode::Ok,
+        }
+    }
+
+    fn worst(&self) -> State {
+        let states = self.checks.iter().map(|check| check.state);
+        states.max().unwrap_or(State::Ok)
+    }
+}
+
+/// What is known of a check before it is made.
+#[derive(Debug)]
+struct Subject {
+    name: &'static str,
+    why: &'static str,
+    /// What it is when it is not as it should be.
+    gravity: State,
+    /// What mends it where the failure does not say.
+    mend: &'static str,
+}
+
+impl Subject {
+    fn ok(&self, found: impl Into<String>) -> Check {
+        Check {
+            name: self.name,
+            state: State::Ok,
+            found: found.into(),
+            why: self.why,
+            mend: None,
+        }
+    }
+
+    fn wrong(&self, found: impl Into<String>) -> Check {
+        self.wrong_to_mend(found, self.mend)
+    }
+
+    fn wrong_to_mend(&self, found: impl Into<String>, mend: impl Into<String>) -> Check {
+        Check {
+            state: self.gravity,
+            mend: Some(mend.into()).filter(|mend: &String| !mend.is_empty()),
+            ..self.ok(found)
+        }
+    }
+
+    /// It works, and is worth a word.
+    fn warning(&self, found: impl Into<String>, mend: impl Into<String>) -> Check {
+        Check {
+            state: State::Warning,
+            ..self.wrong_to_mend(found, mend)
+        }
+    }
+}
+
+const CONNECT: Subject = Subject {
+    name: "store.connect",
+    why: "without credentials, a region and certificates that are trusted no request is made",
+    gravity: State::Failed,
+    mend: "see store.url, store.endpoint and the credentials' chain",
+};
+
+/// What it needs to look around.
+#[derive(Debug)]
+pub struct Surroundings {
+    /// What the user asked for.
+    pub config: Config,
+    /// Carries the network.
+    pub runtime: Handle,
+    /// Progress.
+    pub meter: Arc<Meter>,
+    /// Ends it.
+    pub cancel: CancellationToken,
+    /// The process that is to be saved, if it is known.
+    pub pid: Option<u32>,
+}
+
+/// Looks at everything.
+pub fn preflight(around: Surroundings) -> Findings {
+    let job = around.config.job.to_string();
+    let started = Instant::now();
+    // The driver may take seconds to come up, or hang: meanwhile the store is asked.
+    let (tell, told) = mpsc::channel();
+    let (config, pid) = (around.config.clone(), around.pid);
+    let looking = std::thread::Builder::new().name("node".to_owned());
+    let looking = looking.spawn(move || {
+        // Nobody waits any more when it hangs for too long.
+        let _ = tell.send(Node::look(&config, pid));
+    });
+    let opened = Session::open(
+        around.config.clone(),
+        around.runtime,
+        around.meter,
+        around.cancel,
+    );
+    let (mut checks, rates) = match opened {
+        Ok(session) => bucket::look(&session, started + STORE_LIMIT),
+        Err(failure) => {
+            let found = one_line(failure.cause.as_ref());
+            (vec![CONNECT.wrong(found)], bucket::Rates::default())
+        }
+    };
+    let left = (started + NODE_LIMIT).saturating_duration_since(Instant::now());
+    let node = match looking.map(|_thread| told.recv_timeout(left)) {
+        Ok(Ok(node)) => node,
+        Ok(Err(_hangs)) => Node::hangs(started.elapsed()),
+        Err(error) => Node::without_a_thread(&error),
+    };
+    checks.extend(node.checks_with(&around.config, rates.upload));
+    Findings {
+        job,
+        checks,
+        upload_rate: rates.upload,
+        download_rate: rates.download,
+    }
+}
