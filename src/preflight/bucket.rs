@@ -370,7 +370,10 @@ impl Looking<'_> {
         let len: u64 = receipts.iter().map(|part| part.len).sum();
         let crc64 = crc64_of_parts(&receipts).value();
         let completing = store.complete_upload(&key, &upload, &receipts, len, crc64);
-        let (_, took) = self.ask(&UPLOAD, completing).await?;
+        let Some((_, took)) = self.ask(&UPLOAD, completing).await else {
+            let _ = self.session.store.abort_upload(&key, &upload).await;
+            return None;
+        };
         self.checks.push(UPLOAD.ok(format!(
             "{} parts of {} MiB, completed in {} ms",
             receipts.len(),

@@ -37,12 +37,6 @@ const MEMORY: Subject = Subject {
     gravity: State::Failed,
     mend: "raise the cgroup's memory limit, or lower pipeline.memory_budget or pipeline.chunk_size",
 };
-const MEMLOCK: Subject = Subject {
-    name: "node.memlock",
-    why: "buffers that cannot be pinned are copied at a fraction of the speed",
-    gravity: State::Warning,
-    mend: "raise the limit (ulimit -l, LimitMEMLOCK=)",
-};
 const STATE: Subject = Subject {
     name: "node.state-dir",
     why: "what is under way is written down there, so that `recover` knows of it when we die",
@@ -98,7 +92,7 @@ impl Node {
         };
         node.checks.push(of_driver(&driver));
         node.checks.push(gpu_mode());
-        node.checks.extend(host_memory(config, &driver));
+        node.checks.push(host_memory(config, &driver));
         let all: u64 = driver.devices().iter().map(|gpu| gpu.memory_len).sum();
         node.to_save = Some((all, false));
         if let Some(pid) = pid {
@@ -202,35 +196,28 @@ fn gpu_mode() -> Check {
     }
 }
 
-fn host_memory(config: &Config, driver: &Driver) -> Vec<Check> {
+fn host_memory(config: &Config, driver: &Driver) -> Check {
     let plan = match plan(config, driver) {
         Ok(plan) => plan,
-        Err(failure) => return vec![MEMORY.wrong(one_line(failure.cause.as_ref()))],
+        Err(failure) => return MEMORY.wrong(one_line(failure.cause.as_ref())),
     };
     let mib = |bytes: u64| bytes >> 20;
     let needed = plan.total_bytes;
     let available = Environment::read().memory_available;
-    let found = format!("a save plans {} MiB", mib(needed));
-    let mut checks = vec![match available {
+    // The driver pins for us, and a limit of the shell is not known to count for it; who wonders about buffers that are not pinned wants to see it.
+    let limit = getrlimit(Resource::Memlock).current;
+    let limit = limit.map_or("unlimited".to_owned(), |bytes| {
+        format!("{} MiB", mib(bytes))
+    });
+    let found = format!("a save plans {} MiB (memlock {limit})", mib(needed));
+    match available {
         Some(available) if available < needed => MEMORY.wrong(format!(
             "{found}, and {} MiB are left by the system and the cgroup",
             mib(available)
         )),
         Some(available) => MEMORY.ok(format!("{found}, of {} MiB that are left", mib(available))),
         None => MEMORY.ok(found),
-    }];
-    // The driver pins for us, and some limit what it may.
-    let rings = plan.ring_chunks as u64 * plan.chunk_len * driver.devices().len() as u64;
-    if let Some(limit) = getrlimit(Resource::Memlock).current
-        && limit < rings
-    {
-        checks.push(MEMLOCK.wrong(format!(
-            "{} KiB may be locked by the shell's limit, and the buffers to be pinned have {} MiB; drivers that count it fall back to buffers that are not pinned",
-            limit >> 10,
-            mib(rings)
-        )));
     }
-    checks
 }
 
 fn of_target(driver: Option<&Arc<Driver>>, pid: u32) -> Vec<Check> {

@@ -569,6 +569,22 @@ fn bytes_that_are_damaged_on_the_way_are_fetched_again_or_refused() {
     assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0);
     drop(fresh);
 
+    // A chunk that comes when the driver has begun, and is damaged every time: first in the whole object, then alone.
+    let from = |count: u64, at: u64| {
+        let action = json!({"wire": "flip-bit", "bytes": at});
+        json!({"op": "GetObject", "key_contains": ".zst", "from": count, "action": action})
+    };
+    scene
+        .server
+        .set_rules(&json!([from(5, 100), from(3, 2_000_000)]));
+    let fresh = scene.fresh();
+    let run = saver
+        .cli
+        .run(&format!("restore --pid {} --into-fresh", fresh.pid()));
+    assert_eq!(run.code, 21, "{run:?}");
+    assert_eq!(saver.calls("cuCheckpointOperationComplete"), 0);
+    drop(fresh);
+
     scene.server.set_rules(&json!([once]));
     saver.cli.ok("verify");
     scene.server.set_rules(&json!([once]));

@@ -28,6 +28,8 @@ mod notices;
 mod order;
 /// Who may have what.
 mod ownership;
+/// What would make a save fail, told beforehand.
+mod preflight;
 /// Saved and put back: every byte of every shape of memory.
 mod roundtrip;
 /// A job under `run` and `watch`.

@@ -582,12 +582,12 @@ async fn refusals_are_final_and_say_what_helps() {
         (
             "PutObject",
             json!({"status": 403, "code": "AccessDenied"}),
-            "the right to PutObject",
+            "s3:PutObject",
         ),
         (
             "UploadPart",
             json!({"status": 403, "code": "AccessDenied"}),
-            "the right to UploadPart",
+            "s3:PutObject",
         ),
         (
             "PutObject",

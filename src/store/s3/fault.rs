@@ -212,8 +212,16 @@ impl S3Store {
             return "; the log needs a store that honours If-None-Match".to_owned();
         }
         if said.status == Some(403) {
+            let right = match operation {
+                "GetObject" | "HeadObject" => "s3:GetObject",
+                "DeleteObject" => "s3:DeleteObject",
+                "ListObjectsV2" => "s3:ListBucket",
+                "ListMultipartUploads" => "s3:ListBucketMultipartUploads",
+                "AbortMultipartUpload" => "s3:AbortMultipartUpload",
+                _ => "s3:PutObject",
+            };
             return format!(
-                "; the credentials lack the right to {operation} under s3://{}/{}",
+                "; the credentials lack {right} for s3://{}/{}",
                 self.bucket, self.prefix
             );
         }
