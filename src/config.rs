@@ -4,6 +4,7 @@
 //! with every value checked and nothing left to interpret. What can fail: an unknown key, a value out of range, two explicit values that
 //! exclude each other; each error names the key or flag. A default that does not fit an explicit value gives way with a warning.
 
+mod bucket;
 mod environment;
 mod raw;
 mod supervise;
@@ -18,6 +19,7 @@ use crate::codec::{FilterChoice, Level, Settings};
 use crate::driver::GpuUuid;
 use crate::journal;
 
+pub use bucket::{BucketConfig, Sse};
 pub use environment::Environment;
 pub use raw::{
     CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawMetrics,
@@ -104,6 +106,8 @@ pub struct StoreConfig {
     pub request_timeout: Duration,
     /// A part or range that moves no byte for so long is given up and tried again.
     pub stall_timeout: Duration,
+    /// What requests and objects carry besides, and the way to the bucket.
+    pub bucket: BucketConfig,
 }
 
 /// The checksum that goes with every part as a header.
@@ -567,8 +571,10 @@ impl StoreConfig {
             endpoint_setting.as_ref(),
         )?;
         let times = StoreTimes::resolve(store)?;
+        let bucket = BucketConfig::resolve(store, &place, endpoint.as_ref())?;
         Ok(Self {
             place,
+            bucket,
             endpoint: endpoint.map(|url| url.as_str().trim_end_matches('/').to_owned()),
             region,
             path_style,

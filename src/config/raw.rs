@@ -48,6 +48,15 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "connect_timeout",
             "request_timeout",
             "stall_timeout",
+            "sse",
+            "sse_kms_key",
+            "sse_key_file",
+            "storage_class",
+            "tags",
+            "request_payer",
+            "ca_bundle",
+            "proxy",
+            "no_proxy",
         ],
     ),
     ("pipeline", &["chunk_size", "memory_budget", "threads"]),
@@ -183,6 +192,24 @@ pub struct RawStore {
     pub request_timeout: Option<String>,
     /// Time.
     pub stall_timeout: Option<String>,
+    /// `s3`, `kms` or `customer`.
+    pub sse: Option<String>,
+    /// Id or ARN of a key.
+    pub sse_kms_key: Option<String>,
+    /// Absolute path of a file.
+    pub sse_key_file: Option<String>,
+    /// Storage class.
+    pub storage_class: Option<String>,
+    /// Name and value each.
+    pub tags: Option<BTreeMap<String, String>>,
+    /// The requester pays.
+    pub request_payer: Option<bool>,
+    /// Absolute path of a file.
+    pub ca_bundle: Option<String>,
+    /// `http(s)://host:port`, or `none`.
+    pub proxy: Option<String>,
+    /// Hosts, separated by commas.
+    pub no_proxy: Option<String>,
 }
 
 /// `store.path_style` as written.

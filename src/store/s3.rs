@@ -35,17 +35,17 @@ use aws_sdk_s3::primitives::{ByteStream, DateTime};
 use aws_sdk_s3::types::{
     ChecksumAlgorithm, ChecksumMode, ChecksumType, CompletedMultipartUpload, CompletedPart,
 };
-use aws_smithy_http_client::proxy::ProxyConfig;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
 use tokio::time::{Instant, timeout};
 
 use self::fault::{Fault, transient};
-use self::interceptors::{AnswerDate, SignedPayload};
+use self::interceptors::{AnswerDate, ExtraHeaders, SignedPayload};
 use self::payload::{BODY_FRAME_LEN, Payload};
 use self::transport::{
-    check_credentials, credentials, credentials_proxy, http_client, tls_context,
+    check_credentials, credentials, credentials_proxy, customer_key, http_client, store_proxy,
+    tls_context,
 };
 use super::{
     Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
@@ -99,9 +99,14 @@ impl S3Store {
             .endpoint
             .as_deref()
             .is_some_and(|url| url.starts_with("http://"));
-        let tls = tls_context(plain_http, &describe)?;
-        let store_client =
-            http_client(config.connect_timeout, tls.clone(), ProxyConfig::from_env());
+        let extras = &config.bucket;
+        let tls = tls_context(extras.ca_bundle.as_deref(), plain_http, &describe)?;
+        let headers = ExtraHeaders::new(extras, customer_key(extras, &describe)?);
+        let store_client = http_client(
+            config.connect_timeout,
+            tls.clone(),
+            store_proxy(extras, &describe)?,
+        );
         let chain_client = http_client(config.connect_timeout, tls, credentials_proxy());
 
         let sdk = load_sdk_config(config, chain_client).await;
@@ -122,6 +127,7 @@ impl S3Store {
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired)
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             .force_path_style(config.path_style)
+            .interceptor(headers)
             .build();
         Ok(Self {
             client: Client::from_conf(settings),

@@ -2,6 +2,8 @@
 
 /// What a node can do, measured.
 mod bench;
+/// Buckets that want more of a request than others do.
+mod buckets;
 /// The command line as a script sees it.
 mod cli;
 /// The configuration file and flags, from text to a resolved configuration.

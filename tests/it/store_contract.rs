@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use ckptstream::codec::Crc64;
-use ckptstream::config::{PartChecksum, StoreConfig, StorePlace};
+use ckptstream::config::{BucketConfig, PartChecksum, StoreConfig, StorePlace};
 use ckptstream::progress::Meter;
 use ckptstream::store::file::FileStore;
 use ckptstream::store::memory::MemoryStore;
@@ -342,6 +342,7 @@ async fn listings(store: &dyn Store) {
 /// Limits that a test can wait for.
 fn config(endpoint: &str, prefix: &str) -> StoreConfig {
     StoreConfig {
+        bucket: BucketConfig::default(),
         place: StorePlace::Bucket {
             bucket: BUCKET.to_owned(),
             prefix: prefix.to_owned(),

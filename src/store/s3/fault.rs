@@ -221,7 +221,7 @@ impl S3Store {
                 _ => "s3:PutObject",
             };
             return format!(
-                "; the credentials lack {right} for s3://{}/{}",
+                "; the credentials lack {right} for s3://{}/{}, or the bucket wants more of a request (store.sse, store.request_payer)",
                 self.bucket, self.prefix
             );
         }

@@ -1,8 +1,9 @@
 //! The way to the store: trust, proxy, connections, and a first look at the credentials.
 //!
-//! In: the configuration's connect timeout, and the environment (`AWS_CA_BUNDLE`, the proxy variables). Out: an HTTP client for the SDK. What can fail:
+//! In: the configuration's connect timeout, certificates, proxy and key, and where it has none the environment (`AWS_CA_BUNDLE`, the proxy variables). Out: an HTTP client for the SDK. What can fail:
 //! certificates that cannot be used, credentials that are not there; both are [`StoreError::Refused`], told before anything is asked of the store.
 
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use aws_config::SdkConfig;
@@ -13,19 +14,27 @@ use aws_smithy_http_client::tls::{Provider, TlsContext, TrustStore, rustls_provi
 use aws_smithy_runtime_api::client::http::{
     HttpConnectorSettings, SharedHttpConnector, http_client_fn,
 };
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 
+use crate::config::{BucketConfig, Sse};
 use crate::error::one_line;
 use crate::store::{Credentials, StoreError};
 
-/// Trusted roots: the system's, or the file in `AWS_CA_BUNDLE` instead. None for plain HTTP, where loading them would only cost time.
-pub(super) fn tls_context(plain_http: bool, describe: &str) -> Result<TlsContext, StoreError> {
+/// Trusted roots: the system's, or the file in `store.ca_bundle` or `AWS_CA_BUNDLE` instead. None for plain HTTP, where loading them would only cost time.
+pub(super) fn tls_context(
+    ca_bundle: Option<&Path>,
+    plain_http: bool,
+    describe: &str,
+) -> Result<TlsContext, StoreError> {
     let refused = |what: String| StoreError::Refused {
         operation: "connect",
         key: describe.to_owned(),
         code: what,
-        advice: "; see AWS_CA_BUNDLE".to_owned(),
+        advice: "; see store.ca_bundle and AWS_CA_BUNDLE".to_owned(),
     };
-    let roots = match std::env::var_os("AWS_CA_BUNDLE") {
+    let named = std::env::var_os("AWS_CA_BUNDLE").map(PathBuf::from);
+    let roots = match ca_bundle.map(Path::to_owned).or(named) {
         _ if plain_http => TrustStore::empty(),
         Some(path) => {
             let pem = std::fs::read(&path)
@@ -57,6 +66,55 @@ pub(super) fn http_client(
         .build();
     let connector = SharedHttpConnector::new(connector);
     http_client_fn(move |_, _| connector.clone())
+}
+
+/// The proxy on the way to the store.
+pub(super) fn store_proxy(
+    config: &BucketConfig,
+    describe: &str,
+) -> Result<ProxyConfig, StoreError> {
+    let proxy = match config.proxy.as_deref() {
+        None => ProxyConfig::from_env(),
+        Some("none") => ProxyConfig::disabled(),
+        Some(url) => ProxyConfig::all(url).map_err(|error| StoreError::Refused {
+            operation: "connect",
+            key: describe.to_owned(),
+            code: format!("the proxy {url} cannot be used: {}", one_line(&error)),
+            advice: "; see store.proxy".to_owned(),
+        })?,
+    };
+    Ok(match &config.no_proxy {
+        Some(hosts) => proxy.no_proxy(hosts),
+        None => proxy,
+    })
+}
+
+/// The key of SSE-C: 32 bytes as they are, or in base64.
+pub(super) fn customer_key(
+    config: &BucketConfig,
+    describe: &str,
+) -> Result<Option<[u8; 32]>, StoreError> {
+    let Some(Sse::Customer(path)) = &config.sse else {
+        return Ok(None);
+    };
+    let refused = |what: String| StoreError::Refused {
+        operation: "connect",
+        key: describe.to_owned(),
+        code: format!("{}: {what}", path.display()),
+        advice: "; see store.sse_key_file".to_owned(),
+    };
+    let bytes = std::fs::read(path).map_err(|error| refused(error.to_string()))?;
+    if let Ok(key) = <[u8; 32]>::try_from(bytes.as_slice()) {
+        return Ok(Some(key));
+    }
+    let decoded = STANDARD.decode(bytes.trim_ascii());
+    let key = decoded.ok().and_then(|bytes| bytes.try_into().ok());
+    let found = bytes.len();
+    key.map(Some).ok_or_else(|| {
+        refused(format!(
+            "expected 32 bytes, or 44 characters of base64, found {found} bytes"
+        ))
+    })
 }
 
 /// The credentials' client uses a proxy for HTTPS only: metadata services speak plain HTTP and are reached directly.

@@ -1,0 +1,124 @@
+//! Buckets that want more of a request than others do: a header on every one, encryption by the store, a class, tags. Whoever does not give it is told the key; whoever does is served by every command.
+
+use serde_json::{Value, json};
+
+use super::support::scene::{Scene, cause};
+
+/// Without this header a request is refused.
+fn demands(operation: &Value, header: &str) -> Value {
+    json!([{
+        "op": operation, "without_header": header, "always": true,
+        "action": {"status": 403, "code": "AccessDenied"},
+    }])
+}
+
+/// All that is done in the life of an image.
+fn every_command_works(scene: &Scene, config: &str) {
+    let mut target = scene.target();
+    target.wait_for("step 2 ");
+    let cli = |config: &str| scene.saver_with("job", "", config).cli;
+    for command in [
+        "preflight".to_owned(),
+        format!("checkpoint --pid {} --then resume", target.pid()),
+        format!("checkpoint --pid {} --then resume", target.pid()),
+        format!("checkpoint --pid {}", target.pid()),
+        "list".to_owned(),
+        "inspect".to_owned(),
+        "verify".to_owned(),
+        "prune --grace 0s".to_owned(),
+        "gc --older-than 0s".to_owned(),
+        format!("restore --pid {}", target.pid()),
+    ] {
+        let run = cli(config).run(&command);
+        assert_eq!(run.code, 0, "{config} {command}: {run:?}");
+    }
+    assert_eq!(scene.images("job").len(), 2);
+    scene.must_compute_on(&mut target);
+    scene.must_have_computed_rightly(target);
+}
+
+#[test]
+fn a_bucket_whose_requesters_pay() {
+    let scene = Scene::new(&[]);
+    scene
+        .server
+        .set_rules(&demands(&json!("*"), "x-amz-request-payer"));
+    let run = scene.saver("job", "").cli.run("preflight");
+    assert_eq!(run.code, 3, "{run:?}");
+    assert!(cause(&run).contains("store.request_payer"), "{run:?}");
+    let config = "request_payer = true\n";
+    pays_for_everything(&scene, config);
+}
+
+/// As [`every_command_works`]; what the scene itself asks of the store has no header.
+fn pays_for_everything(scene: &Scene, config: &str) {
+    let mut target = scene.target();
+    target.wait_for("step 2 ");
+    for command in [
+        "preflight".to_owned(),
+        format!("checkpoint --pid {}", target.pid()),
+        "list".to_owned(),
+        "verify".to_owned(),
+        "prune --grace 0s".to_owned(),
+        "gc --older-than 0s".to_owned(),
+        format!("restore --pid {}", target.pid()),
+    ] {
+        let run = scene.saver_with("job", "", config).cli.run(&command);
+        assert_eq!(run.code, 0, "{config} {command}: {run:?}");
+    }
+    scene.must_compute_on(&mut target);
+}
+
+#[test]
+fn a_bucket_that_wants_encryption() {
+    let scene = Scene::new(&[]);
+    let making = json!(["PutObject", "CreateMultipartUpload"]);
+    scene
+        .server
+        .set_rules(&demands(&making, "x-amz-server-side-encryption"));
+    let run = scene.saver("job", "").cli.run("preflight");
+    assert_eq!(run.code, 3, "{run:?}");
+    assert!(cause(&run).contains("store.sse"), "{run:?}");
+    every_command_works(&scene, "sse = \"s3\"\n");
+}
+
+#[test]
+fn a_bucket_that_wants_a_key_a_class_and_tags() {
+    let scene = Scene::new(&[]);
+    let making = json!(["PutObject", "CreateMultipartUpload"]);
+    let mut rules = Vec::new();
+    for header in [
+        "x-amz-server-side-encryption-aws-kms-key-id",
+        "x-amz-storage-class",
+        "x-amz-tagging",
+    ] {
+        rules.extend(demands(&making, header).as_array().cloned().expect("rules"));
+    }
+    scene.server.set_rules(&Value::Array(rules));
+    let config = "sse = \"kms\"\nsse_kms_key = \"arn:aws:kms:x\"\nstorage_class = \"STANDARD_IA\"\ntags = { team = \"a b\" }\n";
+    every_command_works(&scene, config);
+}
+
+/// What makes no sense is refused with both keys (exit 2).
+#[test]
+fn settings_of_a_bucket_that_contradict_each_other_are_refused() {
+    let scene = Scene::new(&[]);
+    for (config, says) in [
+        ("sse = \"aes\"\n", "store.sse"),
+        ("sse_kms_key = \"k\"\n", "sse = \"kms\""),
+        (
+            "sse = \"s3\"\nsse_kms_key = \"k\"\n",
+            "sse_kms_key goes with",
+        ),
+        ("sse = \"customer\"\nsse_key_file = \"/k\"\n", "https://"),
+        ("storage_class = \"GLACIER\"\n", "read at once"),
+        ("storage_class = \"a b\"\n", "store.storage_class"),
+        ("tags = { \"\" = \"x\" }\n", "store.tags"),
+        ("ca_bundle = \"relative\"\n", "store.ca_bundle"),
+        ("proxy = \"corp\"\n", "store.proxy"),
+    ] {
+        let run = scene.saver_with("job", "", config).cli.run("list");
+        assert_eq!(run.code, 2, "{config}: {run:?}");
+        assert!(cause(&run).contains(says), "{config}: {}", cause(&run));
+    }
+}
