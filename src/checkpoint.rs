@@ -728,9 +728,7 @@ fn lock(
     let not_begun = |cause: Box<dyn Error + Send + Sync>| {
         not_begun(session, driver, target, Phase::Lock, cause)
     };
-    session
-        .check_cancelled()
-        .map_err(|error| not_begun(error.into()))?;
+    may_go_on(session).map_err(not_begun)?;
     custody
         .step(&Step::Lock)
         .map_err(|error| not_begun(error.into()))?;
@@ -745,8 +743,8 @@ fn lock(
     // The last moment at which a signal can be obeyed, and at which a pid that was used again can be let go.
     let reason: Box<dyn Error + Send + Sync> = if !target.is_alive() {
         VoidError::Died { pid: target.pid }.into()
-    } else if let Err(interrupted) = session.check_cancelled() {
-        interrupted.into()
+    } else if let Err(reason) = may_go_on(session) {
+        reason
     } else {
         return Ok(locked);
     };
@@ -754,6 +752,20 @@ fn lock(
     custody.must_not_be_unlocked();
     Err(after_unlock(not_begun(reason), unlocked))
 }
+
+/// As long as there is a way back: nobody has asked us to stop, and there is time left.
+fn may_go_on(session: &Session) -> Result<(), Box<dyn Error + Send + Sync>> {
+    session.check_cancelled()?;
+    match session.deadline() {
+        Some(deadline) if Instant::now() >= deadline => Err(Box::new(TooLate)),
+        _ => Ok(()),
+    }
+}
+
+/// What is begun past its deadline could only be lost.
+#[derive(Debug, thiserror::Error)]
+#[error("the deadline has come, and nothing is saved yet (--deadline, preempt.notice)")]
+struct TooLate;
 
 /// Says that the roll back failed, if it did: the target is then held by us, and stays so.
 fn after_unlock(mut failure: Failure, unlocked: Result<RunningProcess, DriverError>) -> Failure {

@@ -34,6 +34,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
 
 use crate::config::Source;
 use crate::error::{ExitCode, Failure, Phase, one_line};
@@ -64,6 +65,9 @@ const ENDS_WITHIN: Duration = Duration::from_secs(30);
 /// What becomes of a notice is written down within this time, or not at all.
 const COUNTED_WITHIN: Duration = Duration::from_secs(2);
 
+/// What is done on the side is waited for at the end, within reason.
+const ON_THE_SIDE_ENDS_WITHIN: Duration = Duration::from_secs(5);
+
 /// Pause before a save that failed is tried again.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
@@ -90,6 +94,10 @@ pub struct Supervisor<'a> {
     show: &'a dyn Fn(&Session) -> Box<dyn Any>,
     desk: Desk,
     driver: WarmDriver,
+    /// Held by every thread that does something on the side; nothing ends before them.
+    on_the_side: Arc<()>,
+    /// They are to end.
+    ending: CancellationToken,
     /// The notice that is being dealt with, as the store knows it.
     noted: Option<JoinHandle<Option<String>>>,
 }
@@ -138,6 +146,7 @@ struct Watch {
     locked_before: Option<f64>,
     /// When it ended.
     last_in_passing: Instant,
+    /// Under way after a save in passing.
     upkeep: Option<std::thread::JoinHandle<()>>,
     /// A signal or a notice came: what becomes of the job then tells nothing of its image.
     is_disturbed: bool,
@@ -203,6 +212,8 @@ impl<'a> Supervisor<'a> {
             show,
             desk,
             driver: WarmDriver::warm_up(),
+            on_the_side: Arc::default(),
+            ending: CancellationToken::new(),
             noted: None,
         };
         supervisor.count_what_was_before();
@@ -331,7 +342,17 @@ impl<'a> Supervisor<'a> {
             tracing::warn!("metrics.textfile: {error}");
         }
         self.session.wait(self.desk.close());
+        self.end_what_is_on_the_side();
         ended
+    }
+
+    /// What is prepared or looked after in the background needs the network, which ends with us.
+    fn end_what_is_on_the_side(&self) {
+        self.ending.cancel();
+        let until = Instant::now() + ON_THE_SIDE_ENDS_WITHIN;
+        while Arc::strong_count(&self.on_the_side) > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// A job that is ended must be restorable from what is in the store.
@@ -381,7 +402,7 @@ impl<'a> Supervisor<'a> {
         let restored_at = Instant::now();
         let interval = self.session.config.run.interval;
         let next_interval = move || interval.map(|interval| Instant::now() + interval);
-        let arming = Arming::new(&self.session, self.driver.clone());
+        let arming = Arming::new(&self.session, self.driver.clone(), &self.on_the_side);
         let mut watch = Watch::new(arming, next_interval());
         let lookout = Lookout::begin(&self.session, self.desk.reporter());
         self.desk.report(|report| report.job_pid = Some(job.pid));
@@ -486,9 +507,14 @@ impl<'a> Supervisor<'a> {
             }
         };
         let (refused, not_before) = (watch.refused, watch.not_before);
+        // Whoever has been told that the node goes away is not saved in passing: the job has the time for itself.
+        let is_told = self.board.standing().earliest().is_some();
         self.session.runtime.block_on(async {
             let notice = async {
-                at(not_before.or(Some(Instant::now()))).await;
+                // Without a timer where none is needed: one that is due now comes later than one that was due before, and a notice would wait behind every save in passing.
+                if not_before.is_some_and(|moment| moment > Instant::now()) {
+                    at(not_before).await;
+                }
                 loop {
                     let standing = changes.borrow_and_update().clone();
                     if standing.raised() > refused
@@ -506,7 +532,7 @@ impl<'a> Supervisor<'a> {
                 status = job.ended() => Event::Ended(status),
                 notice = notice => Event::Notice(notice),
                 Some(signal) = for_the_job.recv() => Event::Signal(signal),
-                () = at(watch.next_interval) => Event::Interval,
+                () = at(watch.next_interval), if !is_told => Event::Interval,
                 () = at(Some(watch.arming.next_look())) => Event::Tend,
             }
         })

@@ -77,48 +77,31 @@ fn path(key: &'static str, written: Option<&str>) -> Result<Option<PathBuf>, Con
 }
 
 fn sse(raw: &RawStore, endpoint: Option<&url::Url>) -> Result<Option<Sse>, ConfigError> {
-    #[derive(Clone, Copy)]
-    enum Kind {
-        S3,
-        Kms,
-        Customer,
-    }
-    let setting = Setting::file("store.sse", raw.sse.as_deref());
-    let kinds = [
-        ("s3", Kind::S3),
-        ("kms", Kind::Kms),
-        ("customer", Kind::Customer),
-    ];
-    let found = setting.as_ref().map(|it| it.word(&kinds)).transpose()?;
-    let kms_key = Setting::file("store.sse_kms_key", raw.sse_kms_key.as_deref());
-    if let Some(key) = &kms_key
-        && (key.value.is_empty() || !key.value.bytes().all(|byte| byte.is_ascii_graphic()))
-    {
-        return Err(key.invalid("the id or ARN of a key"));
-    }
-    let file = path("store.sse_key_file", raw.sse_key_file.as_deref())?;
-    match (found, setting) {
-        (Some(Kind::Kms), _) if file.is_none() => Ok(Some(Sse::Kms(kms_key.map(|it| it.value)))),
-        (Some(Kind::S3), _) if file.is_none() && kms_key.is_none() => Ok(Some(Sse::S3)),
-        (Some(Kind::Customer), Some(setting)) if kms_key.is_none() => {
-            if endpoint.is_some_and(|url| url.scheme() == "http") {
-                return Err(
-                    setting.invalid("an https:// endpoint: the key goes with every request")
-                );
-            }
-            let file =
-                file.ok_or_else(|| setting.invalid("a key with it: set store.sse_key_file"))?;
-            Ok(Some(Sse::Customer(file)))
+    let Some(setting) = Setting::file("store.sse", raw.sse.as_deref()) else {
+        return Ok(None);
+    };
+    let invalid = |expected: &str| setting.invalid(expected);
+    let (kind, key) = match setting.value.split_once(':') {
+        Some((kind, key)) => (kind, Some(key)),
+        None => (setting.value.as_str(), None),
+    };
+    match (kind, key) {
+        ("s3", None) => Ok(Some(Sse::S3)),
+        ("kms", None) => Ok(Some(Sse::Kms(None))),
+        ("kms", Some(key)) if !key.is_empty() && key.bytes().all(|it| it.is_ascii_graphic()) => {
+            Ok(Some(Sse::Kms(Some(key.to_owned()))))
         }
-        (None, _) if kms_key.is_none() && file.is_none() => Ok(None),
-        (_, setting) => Err(ConfigError::Conflict {
-            first: setting.map_or("no store.sse".to_owned(), |it| it.to_string()),
-            second: match kms_key {
-                Some(key) => key.to_string(),
-                None => "store.sse_key_file".to_owned(),
-            },
-            why: "sse_kms_key goes with sse = \"kms\", sse_key_file with sse = \"customer\"",
-        }),
+        ("customer", Some(path)) if path.starts_with('/') => {
+            if endpoint.is_some_and(|url| url.scheme() == "http") {
+                return Err(invalid(
+                    "an https:// endpoint (store.endpoint): the key goes with every request",
+                ));
+            }
+            Ok(Some(Sse::Customer(PathBuf::from(path))))
+        }
+        _ => Err(invalid(
+            "\"s3\", \"kms\", \"kms:\" and the id or ARN of a key, or \"customer:\" and the absolute path of a file with one",
+        )),
     }
 }
 

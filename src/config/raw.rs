@@ -49,8 +49,6 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "request_timeout",
             "stall_timeout",
             "sse",
-            "sse_kms_key",
-            "sse_key_file",
             "storage_class",
             "tags",
             "request_payer",
@@ -192,12 +190,8 @@ pub struct RawStore {
     pub request_timeout: Option<String>,
     /// Time.
     pub stall_timeout: Option<String>,
-    /// `s3`, `kms` or `customer`.
+    /// `s3`, `kms`, `kms:KEY` or `customer:PATH`.
     pub sse: Option<String>,
-    /// Id or ARN of a key.
-    pub sse_kms_key: Option<String>,
-    /// Absolute path of a file.
-    pub sse_key_file: Option<String>,
     /// Storage class.
     pub storage_class: Option<String>,
     /// Name and value each.

@@ -35,6 +35,8 @@ pub(super) struct Arming {
     session: Session,
     driver: WarmDriver,
     state: State,
+    /// Held by every thread of ours.
+    on_the_side: Arc<()>,
     not_before: Instant,
     /// After the next failure.
     pause: Duration,
@@ -131,11 +133,12 @@ impl WarmDriver {
 }
 
 impl Arming {
-    pub(super) fn new(session: &Session, driver: WarmDriver) -> Self {
+    pub(super) fn new(session: &Session, driver: WarmDriver, on_the_side: &Arc<()>) -> Self {
         Self {
             session: session.clone(),
             driver,
             state: State::Down,
+            on_the_side: Arc::clone(on_the_side),
             not_before: Instant::now(),
             pause: PAUSE,
             why_not: None,
@@ -199,7 +202,9 @@ impl Arming {
         };
         let is_new = before.is_some() || self.why_not.as_ref() != Some(&why_not);
         self.why_not = Some(why_not);
-        before.into_iter().for_each(|armed| leave(*armed));
+        before
+            .into_iter()
+            .for_each(|armed| leave(*armed, &self.on_the_side));
         is_new
     }
 
@@ -207,7 +212,9 @@ impl Arming {
         let session = self.session.for_one_transfer(None);
         let preparing = std::thread::Builder::new().name("arming".to_owned());
         let its_own = session.clone();
+        let on_the_side = Arc::clone(&self.on_the_side);
         let prepare = move || {
+            let _on_the_side = on_the_side;
             // Its buffers are a part of this node's memory, which is not there twice.
             before.into_iter().for_each(|armed| armed.stand_down());
             checkpoint::arm(its_own, pid)
@@ -294,9 +301,14 @@ impl Arming {
 }
 
 /// Gives back what was prepared, in the background: the store may be slow.
-pub(super) fn leave(armed: Armed) {
+pub(super) fn leave(armed: Armed, on_the_side: &Arc<()>) {
     let leaving = std::thread::Builder::new().name("arming".to_owned());
-    if let Err(error) = leaving.spawn(move || armed.stand_down()) {
+    let on_the_side = Arc::clone(on_the_side);
+    let leave = move || {
+        let _on_the_side = on_the_side;
+        armed.stand_down();
+    };
+    if let Err(error) = leaving.spawn(leave) {
         tracing::warn!("what was prepared is not given back: {error}");
     }
 }

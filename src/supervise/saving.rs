@@ -2,6 +2,7 @@
 //!
 //! In: a notice, or the interval; what is prepared. Out: what became of the job, as a [`Saved`]. What can fail: as a save does; each failure is one of these words.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -52,7 +53,7 @@ impl Supervisor<'_> {
         if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
             match self.session.config.preempt.policy {
                 DeadlinePolicy::Refuse => {
-                    leave(prepared);
+                    leave(prepared, &self.on_the_side);
                     return Saved::Refused(failure);
                 }
                 DeadlinePolicy::Spill => {
@@ -114,7 +115,7 @@ impl Supervisor<'_> {
         let found = gpu_process(&driver, job);
         match (armed, &found) {
             (Some(armed), Ok(Some(pid))) if armed.pid() == *pid => return Ok(armed),
-            (Some(armed), _) => leave(armed),
+            (Some(armed), _) => leave(armed, &self.on_the_side),
             (None, _) => {}
         }
         let Some(pid) = found? else {
@@ -263,8 +264,15 @@ impl Supervisor<'_> {
             return;
         }
         let session = self.session.for_one_transfer(None);
+        let (on_the_side, ending) = (Arc::clone(&self.on_the_side), self.ending.clone());
         let upkeep = std::thread::Builder::new().name("upkeep".to_owned());
         let upkeep = upkeep.spawn(move || {
+            let _on_the_side = on_the_side;
+            let cancel = session.cancel.clone();
+            let _ends = UnderWay(session.runtime.spawn(async move {
+                ending.cancelled().await;
+                cancel.cancel();
+            }));
             finish_sealed(&session);
             if let Err(failure) = upkeep::prune(&session, false) {
                 let why = one_line(failure.cause.as_ref());

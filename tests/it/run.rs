@@ -871,7 +871,8 @@ fn a_save_in_passing_that_is_spilled_is_uploaded_later_and_the_job_runs() {
     let scene = Scene::new(&[]);
     let spill = scene.state_dir().with_extension("spill");
     std::fs::create_dir(&spill).expect("a directory");
-    let job = Job::new(&scene, TARGET).with("interval = \"1s\"\ninterval_share = 100\n");
+    let config = "interval = \"1s\"\ninterval_share = 100\n[preempt]\ndeadline_policy = \"try\"\n";
+    let job = Job::new(&scene, TARGET).with(config);
     let (saver, command) = job.command("");
     let always = format!("path = \"{}\"\nwhen = \"always\"", spill.display());
     let text = saver.cli.config_text();
@@ -894,6 +895,57 @@ fn a_save_in_passing_that_is_spilled_is_uploaded_later_and_the_job_runs() {
     scene.must_be_the_steps_of_the_job(&seen);
     let mut next = job.start();
     next.wait_for("resumed ");
+}
+
+#[test]
+fn saves_in_passing_that_take_longer_than_their_interval_let_a_notice_in() {
+    let scene = Scene::new(&[]);
+    let config = "interval = \"1s\"\ninterval_share = 100\n[preempt]\ndeadline_policy = \"try\"\n";
+    let job = Job::new(&scene, TARGET).with(config);
+    let mut run = job.start();
+    run.wait_for("step 1 ");
+    scene.server.set_rules(&json!([
+        {"op": ["UploadPart", "CompleteMultipartUpload"], "always": true, "action": {"delay_before_ms": 700}},
+    ]));
+    until_status(&scene, |report| report.saves_committed >= 1);
+    run.process.signal("TERM");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    // The one that was under way, perhaps, and the notice's.
+    let after = ended.stderr.split("notice from signal").nth(1);
+    let begun = after.expect("a notice").matches("s begin").count();
+    assert!((1..=2).contains(&begun), "{ended:?}");
+}
+
+#[test]
+fn a_job_that_was_refused_is_not_saved_in_passing_until_it_is_lost() {
+    let scene = Scene::new(&[]);
+    let notice = scene.state_dir().with_extension("notice");
+    let config = format!(
+        "interval = \"1s\"\ninterval_share = 100\n[preempt]\nsources = [\"file\", \"socket\"]\nfile = \"{}\"\npoll = \"100ms\"\n",
+        notice.display()
+    );
+    let job = Job::new(&scene, TARGET).with(&config);
+    let (saver, _) = job.command("");
+    // The signal that it is given means nothing to this one.
+    let script = format!("trap '' TERM; exec {} target {TARGET}", testkit().display());
+    let mut command = saver.cli.command("run");
+    command.args(["--", "sh", "-c", &script]);
+    let mut run = Supervised::start((saver, command));
+    scene.server.set_rules(&json!([
+        {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 900}},
+    ]));
+    until_status(&scene, |report| report.saves_committed >= 1);
+    std::fs::write(&notice, "2100ms").expect("a notice");
+    until_status(&scene, |report| report.saves_failed >= 1);
+    let committed = scene.images("job").len();
+    std::thread::sleep(Duration::from_secs(3));
+    assert_eq!(scene.images("job").len(), committed);
+    run.wait_for("step ");
+    run.wait_for("step ");
+    std::fs::remove_file(&notice).expect("the notice");
+    until(|| scene.images("job").len() > committed);
+    drop(run);
 }
 
 #[test]

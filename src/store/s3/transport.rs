@@ -101,7 +101,7 @@ pub(super) fn customer_key(
         operation: "connect",
         key: describe.to_owned(),
         code: format!("{}: {what}", path.display()),
-        advice: "; see store.sse_key_file".to_owned(),
+        advice: "; see store.sse".to_owned(),
     };
     let bytes = std::fs::read(path).map_err(|error| refused(error.to_string()))?;
     if let Ok(key) = <[u8; 32]>::try_from(bytes.as_slice()) {
