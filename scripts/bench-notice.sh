@@ -119,6 +119,11 @@ greatest() {
     awk -v column="$1" -v factor="${3:-1000}" '{print $column * factor}' "$2" | sort -g | tail -n 1
 }
 
+# median_and_range COLUMN FILE: of numbers as they stand.
+median_and_range() {
+    printf '%s (%.1f to %.1f)' "$(median "$1" "$2" 1)" "$(greatest "$1" "$2" -1 | awk '{print -$1}')" "$(greatest "$1" "$2" 1)"
+}
+
 for ((number = 1; number <= RUNS; number++)); do
     measure eager "$number"
     measure at-notice "$number"
@@ -151,6 +156,6 @@ for ((number = 1; number <= RUNS; number++)); do
 done
 say ""
 say "waiting for a notice, armed, $IDLE_S s each, two jobs of $GPU_COUNT emulated GPUs x $GPU_MIB MiB side by side of which one is watched over, in turns, medians of $RUNS:"
-say "| CPU time of the handler, ms | greatest | its resident memory, MiB | of that pinned, MiB | looks at the job's state | other calls of the driver | steps/s, watched over | steps/s, alone |"
-say "|---|---|---|---|---|---|---|---|"
-say "| $(median 1 "$DIR/idle") | $(greatest 1 "$DIR/idle") | $(median 2 "$DIR/idle" "$TO_MIB") | $(median 3 "$DIR/idle" "$TO_MIB") | $(median 4 "$DIR/idle" 1) | $(greatest 5 "$DIR/idle" 1) | $(median 6 "$DIR/idle" 1) | $(median 7 "$DIR/idle" 1) |"
+say "| CPU time of the handler, ms, in ticks of 10 | greatest | its resident memory, MiB | of that pinned, MiB | looks at the job's state | other calls of the driver | steps/s, watched over | steps/s, alone | % of the other |"
+say "|---|---|---|---|---|---|---|---|---|"
+say "| $(median 1 "$DIR/idle") | $(greatest 1 "$DIR/idle") | $(median 2 "$DIR/idle" "$TO_MIB") | $(median 3 "$DIR/idle" "$TO_MIB") | $(median 4 "$DIR/idle" 1) | $(greatest 5 "$DIR/idle" 1) | $(median_and_range 6 "$DIR/idle") | $(median_and_range 7 "$DIR/idle") | $(median_and_range 8 "$DIR/idle") |"
