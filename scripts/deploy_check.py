@@ -19,12 +19,13 @@ DEPLOY = Path("docs/deploy")
 UNDERSTOOD = {"run": {203}, "watch": {203}, "notify": {3}, "status": {3}, "list": {6}}
 # The fields that the examples use, of kinds that have hundreds. A list holds any number of its one member; a type is that of a scalar.
 POD_SPEC = {
-    "restartPolicy": str, "terminationGracePeriodSeconds": int,
+    "restartPolicy": str, "terminationGracePeriodSeconds": int, "shareProcessNamespace": bool,
     "containers": [{
         "name": str, "image": str, "command": [str], "args": [str],
         "lifecycle": {"preStop": {"exec": {"command": [str]}}},
         "env": [{"name": str, "value": str}], "envFrom": [{"secretRef": {"name": str}}],
         "resources": {"limits": {"nvidia.com/gpu": int}},
+        "securityContext": {"capabilities": {"add": [str]}},
         "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
     }],
     "volumes": [{"name": str, "configMap": {"name": str}, "emptyDir": {}}],
@@ -125,7 +126,12 @@ def pod(where, spec, config):
     grace = spec["terminationGracePeriodSeconds"]
     if seconds(where, config, r'^notice = "(\d+)s"$') != grace:
         fail(where, "preempt.notice is not terminationGracePeriodSeconds")
+    watched = [container for container in spec["containers"] if not any("ckptstream" in word for word in container["command"] + container.get("args", []))]
+    if watched:
+        sidecar(where, spec, watched)
     for container in spec["containers"]:
+        if container in watched:
+            continue
         mounts = {mount["mountPath"]: names.get(mount["name"]) for mount in container["volumeMounts"]}
         if None in mounts.values():
             fail(where, "a mount without a volume")
@@ -146,6 +152,17 @@ def pod(where, spec, config):
             left = seconds(where, " ".join(hook), r"--left (\d+)s")
             if not grace - 10 <= left < grace:
                 fail(where, "--left is not a little less than terminationGracePeriodSeconds")
+
+
+def sidecar(where, spec, watched):
+    """What the sidecar looks for is the command of the one other container, which SIGTERM does not end."""
+    if not spec.get("shareProcessNamespace") or spec["restartPolicy"] != "Never":
+        fail(where, "a sidecar needs shareProcessNamespace, and a job that is not started again beside its image")
+    (command,) = [container["command"] for container in watched]
+    (looks,) = [container["command"] for container in spec["containers"] if container not in watched]
+    word = looks[looks.index("--command") + 1]
+    if word not in [each.rpartition("/")[2] for each in command] or "--ignore-signal=TERM" not in command or "--wait" not in looks:
+        fail(where, f"{looks} does not find {command}, or both have SIGTERM")
 
 
 def job(where, spec, documented):

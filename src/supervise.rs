@@ -18,6 +18,7 @@
 mod arming;
 mod begin;
 mod desk;
+mod finding;
 mod lookout;
 mod metrics;
 mod process;
@@ -47,6 +48,7 @@ use crate::session::Session;
 use crate::store::{Store, StoreError};
 
 pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
+pub use finding::Sought;
 pub use process::{JobProcess, Status};
 pub use tally::Ever;
 
@@ -78,7 +80,7 @@ pub enum End {
     Job(Status),
     /// It was saved as this image, and then ended.
     Saved(String),
-    /// A notice came before it was started.
+    /// A notice came before it was started, or found.
     NotStarted,
 }
 
@@ -229,12 +231,12 @@ impl<'a> Supervisor<'a> {
         self.conclude(ended)
     }
 
-    /// Stays with a job that runs already.
+    /// Stays with a job that runs already, or comes up within this time.
     ///
     /// # Errors
     /// As [`Supervisor::run`].
-    pub fn watch(mut self, pid: u32) -> Result<End, Failure> {
-        let ended = self.watch_to_the_end(pid);
+    pub fn watch(mut self, sought: &Sought, wait: Duration) -> Result<End, Failure> {
+        let ended = self.watch_to_the_end(sought, wait);
         self.conclude(ended)
     }
 
@@ -255,11 +257,12 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    fn watch_to_the_end(&mut self, pid: u32) -> Result<End, Failure> {
+    fn watch_to_the_end(&mut self, sought: &Sought, wait: Duration) -> Result<End, Failure> {
         self.must_be_restorable()?;
-        let job = JobProcess::find(pid)
-            .map_err(|error| Failure::new(ExitCode::NothingToSave, Phase::Prepare, error))?;
-        self.open_the_job()?;
+        let Some(job) = self.find(sought, wait)? else {
+            return Ok(End::NotStarted);
+        };
+        self.take_the_job()?;
         self.watch_over(&job, None)
     }
 

@@ -3,6 +3,7 @@
 //! In: a pid. Out: an identity (start time, boot id, pids in inner namespaces) for the manifest, and a pidfd that stays on this very process, so that a pid used again is never taken
 //! for it. What can fail: no such process, a thread's id, our own pid, no right to look.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -177,9 +178,9 @@ fn is_frozen(mount: &Path, line: &str) -> bool {
     }
 }
 
-/// A process and everything that came from it, itself first. Processes whose parent has ended are not among them.
-pub fn descendants(pid: u32) -> Vec<u32> {
-    let mut parents: Vec<(u32, u32)> = Vec::new();
+/// Every process of our pid namespace, and the one that it came from; 0 is one outside.
+pub(crate) fn parents() -> BTreeMap<u32, u32> {
+    let mut parents = BTreeMap::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let name = entry.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
@@ -190,10 +191,16 @@ pub fn descendants(pid: u32) -> Vec<u32> {
         let parent = stat_field(&stat, STAT_PARENT).and_then(|text| text.parse().ok());
         parents.extend(parent.map(|parent| (pid, parent)));
     }
+    parents
+}
+
+/// A process and everything that came from it, itself first. Processes whose parent has ended are not among them.
+pub fn descendants(pid: u32) -> Vec<u32> {
+    let parents = parents();
     let mut found = vec![pid];
     let mut next = 0;
     while let Some(parent) = found.get(next).copied() {
-        let children = parents.iter().filter(|(_, of)| *of == parent);
+        let children = parents.iter().filter(|(_, of)| **of == parent);
         let children: Vec<u32> = children.map(|(child, _)| *child).collect();
         found.extend(children.into_iter().filter(|child| *child != parent));
         next += 1;

@@ -5,8 +5,9 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser};
 use clap::{ArgAction, Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
 use super::bench::BenchArgs;
@@ -15,6 +16,7 @@ use crate::config::Overrides;
 use crate::driver::GpuUuid;
 use crate::image::ImageRef;
 use crate::ownership::WhileSaved;
+use crate::supervise::Sought;
 
 const AFTER_HELP: &str = "\
 Credentials come from the SDK's chain only: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, a web identity token, the instance's role. \
@@ -105,7 +107,9 @@ Notices: by default SIGTERM, SIGUSR1 and `ckptstream notify`; preempt.sources ha
     Run(RunArgs),
     /// Watch over a process that runs already: save it when a notice says that the node goes away, and end it
     #[command(after_help = "\
-Exit codes as those of `run`; 0 when the process ends by itself, because only its parent knows its status.")]
+With --cgroup and --command, the job is the one process found that came from no other one found; ckptstream and the processes that it came from never count. Where several are left (203), name one with --pid.
+
+Exit codes as those of `run`; 0 when the process ends by itself, because only its parent knows its status; 207 when there is none, and --wait is over; job.requeue_exit_code (75) when a notice came before there was one.")]
     Watch(WatchArgs),
     /// Find out whether a save would work from here before it is needed: the store, this node, the target
     #[command(after_help = "\
@@ -241,9 +245,53 @@ pub(super) struct RunArgs {
 /// `watch`
 #[derive(Debug, ClapArgs)]
 pub(super) struct WatchArgs {
+    #[command(flatten)]
+    sought: SoughtArgs,
+
+    /// Time to wait for a process of --cgroup or --command that is still to come up, such as 10m
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration, conflicts_with = "pid")]
+    pub(super) wait: Duration,
+}
+
+/// Which process is watched: one of these.
+#[derive(Debug, ClapArgs)]
+#[group(required = true, multiple = false)]
+struct SoughtArgs {
     /// Process to watch over, in our pid namespace
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(super) pid: u32,
+    pid: Option<u32>,
+
+    /// The one process of a cgroup and of those below it: its path as in /proc/PID/cgroup, or its directory under /sys/fs/cgroup
+    #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(absolute))]
+    cgroup: Option<PathBuf>,
+
+    /// The one process whose executable, or any word of whose command line, is WORD or ends in /WORD: train.py is that of `python3 /app/train.py`
+    #[arg(long, value_name = "WORD", value_parser = NonEmptyStringValueParser::new())]
+    command: Option<String>,
+}
+
+impl WatchArgs {
+    /// The job.
+    pub(super) fn sought(&self) -> Sought {
+        match &self.sought {
+            SoughtArgs { pid: Some(pid), .. } => Sought::Pid(*pid),
+            SoughtArgs {
+                cgroup: Some(path), ..
+            } => Sought::Cgroup(path.clone()),
+            SoughtArgs {
+                command: Some(word),
+                ..
+            } => Sought::Command(word.clone()),
+            _ => unreachable!("clap wants one of them"),
+        }
+    }
+}
+
+fn absolute(path: PathBuf) -> Result<PathBuf, &'static str> {
+    match path.is_absolute() {
+        true => Ok(path),
+        false => Err("expected a path that begins with /"),
+    }
 }
 
 /// `notify`
@@ -570,6 +618,11 @@ mod tests {
             "ckptstream restore --pid 1 --image newest",
             "ckptstream list -v --log-level info",
             "ckptstream cat --gpu 3",
+            "ckptstream watch",
+            "ckptstream watch --pid 1 --command train.py",
+            "ckptstream watch --pid 1 --wait 1m",
+            "ckptstream watch --cgroup system.slice",
+            "ckptstream watch --command train.py --wait soon",
             "ckptstream bench --no-gpu --gpus 1",
             "ckptstream bench --for 80GB",
             "ckptstream bench --notice soon",

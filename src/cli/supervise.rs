@@ -43,8 +43,12 @@ impl Run<'_> {
         match supervised {
             Ok((End::Job(status), _)) => Exit::from(status.code()),
             Ok((End::NotStarted, requeue)) => {
+                let what = match self.args.command {
+                    Command::Watch(_) => "and there was no job yet",
+                    _ => "so the job was not started",
+                };
                 self.tell(&format!(
-                    "ckptstream {}: the node goes away, so the job was not started; exit {requeue}: start it again",
+                    "ckptstream {}: the node goes away, {what}; exit {requeue}: start it again",
                     self.args.command.name()
                 ));
                 Exit::from(requeue)
@@ -106,7 +110,7 @@ impl Run<'_> {
             };
             let supervisor = Supervisor::new(session, board, for_the_job, &show)?;
             match &self.args.command {
-                Command::Watch(watch) => supervisor.watch(watch.pid),
+                Command::Watch(watch) => supervisor.watch(&watch.sought(), watch.wait),
                 Command::Run(RunArgs { command }) => match command.split_first() {
                     Some((program, args)) => supervisor.run(program, args),
                     None => unreachable!("clap wants one word at least"),

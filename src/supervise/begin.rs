@@ -21,6 +21,7 @@ use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::ownership::{self, Ownership, WhileSaved};
 use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Wanted};
+use crate::session::Session;
 use crate::store::{Key, PutOutcome, Store};
 use crate::writer::{ProcessIdentity, now_ms, random_hex};
 
@@ -46,7 +47,7 @@ impl Supervisor<'_> {
         let cancel = self.session.cancel.clone();
         let _ends = self.at_a_notice(move || cancel.cancel());
         self.settle();
-        self.open_the_job()?;
+        self.open_the_job(&self.session.clone(), WhileSaved::Wait)?;
         self.restored_or_started(program, args)
     }
 
@@ -101,12 +102,29 @@ impl Supervisor<'_> {
         finish_sealed(session);
     }
 
-    /// Waits for whoever saves the job, then takes it: whoever had it until now is fenced.
-    pub(super) fn open_the_job(&mut self) -> Result<(), Failure> {
-        let (store, job) = (&*self.session.store, &self.session.config.job);
-        let cancel = &self.session.cancel;
-        let opened = self.session.wait(async {
-            let log = ownership::wait_for_savers(store, job, WhileSaved::Wait, cancel).await?;
+    /// Takes a job that runs already. A notice that comes while somebody else is waited for ends the waiting: then there is no time for it.
+    pub(super) fn take_the_job(&mut self) -> Result<(), Failure> {
+        let waiting = self.session.for_one_transfer(None);
+        let cancel = waiting.cancel.clone();
+        let ends = self.at_a_notice(move || cancel.cancel());
+        let opened = self.open_the_job(&waiting, WhileSaved::Wait);
+        drop(ends);
+        match (opened, self.board.standing().earliest()) {
+            (Err(_waited_for_nothing), Some(notice)) => {
+                let due = notice.due(self.session.config.preempt.margin);
+                let hurrying = self.session.for_one_transfer(Some(due));
+                self.open_the_job(&hurrying, WhileSaved::TakeOver)
+            }
+            (opened, _) => opened,
+        }
+    }
+
+    /// Deals with whoever saves the job as is wanted, then takes it: whoever had it until now is fenced.
+    fn open_the_job(&mut self, session: &Session, while_saved: WhileSaved) -> Result<(), Failure> {
+        let (store, job) = (&*session.store, &session.config.job);
+        let cancel = &session.cancel;
+        let opened = session.wait(async {
+            let log = ownership::wait_for_savers(store, job, while_saved, cancel).await?;
             Ownership::open(store, job, &random_hex::<16>(), log).await
         });
         let ours = opened.map_err(|error| Failure::new(error.code(), Phase::Read, error))?;

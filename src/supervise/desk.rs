@@ -46,7 +46,7 @@ pub enum Question {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Doing {
-    /// It puts this node in order, and waits for other writers.
+    /// It puts this node in order, and waits for other writers, or for the job to come up.
     #[default]
     Settling,
     /// It brings the job back from an image.

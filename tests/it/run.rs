@@ -489,6 +489,93 @@ fn a_process_that_runs_already_is_watched() {
     assert_eq!(Supervised::start((saver, command)).ends().code, 207);
 }
 
+/// A supervision that looks for its job, and listens already.
+fn looking_for(job: &Job<'_>, sought: &str) -> Supervised {
+    let (saver, _) = job.command("");
+    let command = saver.cli.command(&format!("watch {sought}"));
+    let run = Supervised::start((saver, command));
+    let path = job.state.join("job.sock");
+    until(|| ask(&path, &Question::Status).is_ok());
+    run
+}
+
+#[test]
+fn a_job_that_comes_up_later_is_found_by_its_command_or_its_cgroup() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let dir = tempfile::TempDir::new().expect("a temporary folder");
+    let name = dir.path().file_name().expect("a name").to_string_lossy();
+    let program = dir.path().join(format!("train{name}"));
+    std::os::unix::fs::symlink(testkit(), &program).expect("another name");
+    let procs = dir.path().join("cgroup.procs");
+    let by_command = format!("--command train{name} --wait 10m");
+    let by_cgroup = format!("--cgroup {} --wait 10m", dir.path().display());
+    for sought in [&by_command, &by_cgroup] {
+        let run = looking_for(&job, sought);
+        let mut command = Command::new(&program);
+        command.arg("target").args(TARGET.split_whitespace());
+        scene.node.apply(command.env_clear());
+        let mut target = Process::start(&mut command);
+        std::fs::write(&procs, target.pid().to_string()).expect("a cgroup");
+        while target
+            .next_line()
+            .is_some_and(|line| !line.starts_with("step 5 "))
+        {}
+        let path = scene.state_dir().join("job.sock");
+        until(|| match ask(&path, &Question::Status) {
+            Ok(Answer::Status(report)) => report.job_pid == Some(target.pid()),
+            other => panic!("{other:?}"),
+        });
+        run.process.signal("USR1");
+        let ended = run.ends();
+        assert_eq!(ended.code, REQUEUE, "{ended:?}");
+        until(|| target.has_ended());
+        std::fs::remove_file(&procs).expect("no cgroup any more");
+    }
+    assert_eq!(scene.images("job"), [2, 1]);
+}
+
+#[test]
+fn a_job_that_is_not_there_is_waited_for_until_a_notice_comes() {
+    let scene = Scene::new(&[]);
+    let job = Job::new(&scene, TARGET);
+    let (saver, _) = job.command("");
+    let command = saver.cli.command("watch --command /no/such/job");
+    let ended = Supervised::start((saver, command)).ends();
+    assert_eq!(ended.code, 207, "{ended:?}");
+    assert!(ended.stderr.contains("--wait"), "{ended:?}");
+    let run = looking_for(&job, "--command /no/such/job --wait 10m");
+    assert_eq!(notified(&scene, None).exit_code, 7);
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    // Whoever stopped it at a terminal is not told to start it again.
+    let run = looking_for(&job, "--command /no/such/job --wait 10m");
+    run.process.signal("INT");
+    assert_eq!(run.ends().code, 207);
+    // Nobody took the job from whoever has it.
+    if has_credentials("run::a_job_that_is_not_there_is_waited_for_until_a_notice_comes") {
+        assert_eq!(scene.log_len("job"), 0);
+    }
+}
+
+#[test]
+fn several_that_could_be_the_job_are_named() {
+    let scene = Scene::new(&[]);
+    let targets = [scene.target(), scene.target()];
+    let dir = tempfile::TempDir::new().expect("a temporary folder");
+    let pids = targets.each_ref().map(|target| target.pid().to_string());
+    std::fs::write(dir.path().join("cgroup.procs"), pids.join("\n")).expect("a cgroup");
+    let job = Job::new(&scene, TARGET);
+    let (saver, _) = job.command("");
+    let command = format!("watch --cgroup {} --wait 10m", dir.path().display());
+    let command = saver.cli.command(&command);
+    let ended = Supervised::start((saver, command)).ends();
+    assert_eq!(ended.code, 203, "{ended:?}");
+    for part in [&*pids[0], &pids[1], "testkit", "--pid"] {
+        assert!(ended.stderr.contains(part), "{part}: {ended:?}");
+    }
+}
+
 #[test]
 fn an_image_that_no_run_can_restore_is_bad_and_the_one_before_it_is_taken() {
     let scene = Scene::new(&[]);
@@ -776,6 +863,32 @@ fn a_notice_ends_the_wait_for_another_writer() {
     let ended = run.ends();
     assert_eq!(ended.code, REQUEUE, "{ended:?}");
     assert_eq!(ended.said, [""; 0]);
+}
+
+#[test]
+fn a_notice_that_comes_while_a_watch_waits_for_another_writer_takes_the_job_over() {
+    if !has_credentials(
+        "run::a_notice_that_comes_while_a_watch_waits_for_another_writer_takes_the_job_over",
+    ) {
+        return;
+    }
+    let scene = Scene::new(&[]);
+    let mut target = scene.target();
+    target.wait_for("step 1 ");
+    let saving = json!({
+        "format": 1, "entry": "saving", "writer": "f".repeat(32), "attempt": "f".repeat(32), "seconds": 3600, "spill": null,
+        "by": {"host": "elsewhere", "boot_id": "0", "pid_namespace": 1, "pid": 1, "start_time": 1},
+    });
+    scene.put_entry("job", 1, &saving);
+    let job = Job::new(&scene, TARGET);
+    let (saver, _) = job.command("");
+    let command = saver.cli.command(&format!("watch --pid {}", target.pid()));
+    let run = Supervised::start((saver, command));
+    let verdict = notified(&scene, None);
+    assert_eq!(verdict.exit_code, 0, "{verdict:?}");
+    let ended = run.ends();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert_eq!(scene.images("job"), [1]);
 }
 
 #[test]
