@@ -920,6 +920,14 @@ fn a_store_that_hangs_while_a_save_is_prepared_takes_no_more_than_the_notice() {
     );
 }
 
+/// With requests that are tried for two minutes: what is slow on purpose must not fail on a slow machine.
+fn patient(saver: Saver) -> Saver {
+    let text = saver.cli.config_text();
+    let text = text.replace("1500ms", "120s");
+    let text = text.replace("_timeout = \"1s\"", "_timeout = \"60s\"");
+    saver.with_config(&text)
+}
+
 /// Waits until the supervision on the scene's node tells this of itself.
 fn until_status(scene: &Scene, is_so: impl Fn(&Report) -> bool) {
     let path = scene.state_dir().join("job.sock");
@@ -1015,7 +1023,8 @@ fn saves_in_passing_that_take_longer_than_their_interval_let_a_notice_in() {
     let scene = Scene::new(&[]);
     let config = "interval = \"1s\"\ninterval_share = 100\n[preempt]\ndeadline_policy = \"try\"\n";
     let job = Job::new(&scene, TARGET).with(config);
-    let mut run = job.start();
+    let (saver, command) = job.command("");
+    let mut run = Supervised::start((patient(saver), command));
     run.wait_for("step 1 ");
     scene.server.set_rules(&json!([
         {"op": ["UploadPart", "CompleteMultipartUpload"], "always": true, "action": {"delay_before_ms": 700}},
@@ -1044,7 +1053,7 @@ fn a_job_that_was_refused_is_not_saved_in_passing_until_it_is_lost() {
     let script = format!("trap '' TERM; exec {} target {TARGET}", testkit().display());
     let mut command = saver.cli.command("run");
     command.args(["--", "sh", "-c", &script]);
-    let mut run = Supervised::start((saver, command));
+    let mut run = Supervised::start((patient(saver), command));
     scene.server.set_rules(&json!([
         {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 900}},
     ]));
