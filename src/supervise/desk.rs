@@ -5,7 +5,7 @@
 //! Only our own user may connect: the socket's mode is 0600.
 
 use std::io;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -213,12 +213,18 @@ impl Desk {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir)?;
         }
-        // What a dead one has left may be taken.
-        if path.exists() {
+        // What a dead one has left may be taken, and nothing else.
+        if let Ok(there) = std::fs::symlink_metadata(path) {
             if std::os::unix::net::UnixStream::connect(path).is_ok() {
                 return Err(io::Error::new(
                     io::ErrorKind::AddrInUse,
                     "another ckptstream listens there, and supervises this job",
+                ));
+            }
+            if !there.file_type().is_socket() {
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    "what is there is no socket",
                 ));
             }
             std::fs::remove_file(path)?;
