@@ -353,10 +353,10 @@ async fn serve(stream: UnixStream, shared: Shared) {
 
 async fn answer(stream: UnixStream, shared: &Shared) -> io::Result<()> {
     let (read, mut write) = stream.into_split();
-    let mut line = String::new();
+    let mut line = Vec::new();
     let mut asking = BufReader::new(read.take(QUESTION_LEN_MAX));
-    let asked = tokio::time::timeout(QUESTION_WITHIN, asking.read_line(&mut line)).await;
-    let answer = match asked.map(|read| read.map(|_| serde_json::from_str(&line))) {
+    let asked = tokio::time::timeout(QUESTION_WITHIN, asking.read_until(b'\n', &mut line)).await;
+    let answer = match asked.map(|read| read.map(|_| serde_json::from_slice(&line))) {
         Ok(Ok(Ok(Question::Status))) => Answer::Status(Box::new(shared.told())),
         Ok(Ok(Ok(Question::Notify { left_seconds }))) => shared.verdict(left_seconds).await,
         Ok(Ok(Err(error))) => Answer::Error(format!("not a question: {error}")),
