@@ -353,15 +353,23 @@ const PHASES: [(&str, &str, &str); 7] = [
 enum Meanwhile {
     SecondSignal,
     ShorterNotice,
+    /// Of a signal.
     JobDies,
+    /// With [`ITS_STATUS`], which is its own affair.
+    JobExits,
 }
+
+/// What nobody else ends with.
+const ITS_STATUS: i32 = 3;
 
 fn held_up(phase: (&str, &str, &str), meanwhile: Meanwhile) {
     let (name, operation, what) = phase;
     let told = format!("{name}, {meanwhile:?}");
     let scene = Scene::new(&[]);
+    let its_end = scene.state_dir().with_extension("status");
+    let args = format!("{TARGET} --exit-when {}", its_end.display());
     let job =
-        Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\ncontexts = \"at-notice\"\n");
+        Job::new(&scene, &args).with("[preempt]\nnotice = \"60s\"\ncontexts = \"at-notice\"\n");
     let driver = match operation {
         "" => format!("fault={what}#1=stall:700"),
         _ => String::new(),
@@ -383,17 +391,28 @@ fn held_up(phase: (&str, &str, &str), meanwhile: Meanwhile) {
             assert_eq!((verdict.exit_code, verdict.cause), (0, vec![]), "{told}");
         }
         Meanwhile::JobDies => run.end_the_job(),
+        Meanwhile::JobExits => {
+            std::fs::write(&its_end, format!("{ITS_STATUS}\n")).expect("a status");
+        }
     }
     let ended = run.ends();
     let images = scene.images("job").len();
-    if meanwhile == Meanwhile::JobDies {
-        // Its own status; if the save had looked at it for the last time there is an image, and it is as good as ended by us.
-        let code = if images == 1 { REQUEUE } else { 137 };
+    let its_own = match meanwhile {
+        Meanwhile::JobDies => Some(137),
+        Meanwhile::JobExits => Some(ITS_STATUS),
+        Meanwhile::SecondSignal | Meanwhile::ShorterNotice => None,
+    };
+    if let Some(its_own) = its_own {
+        // If the save had looked at it for the last time there is an image, and it is as good as ended by us.
+        let code = if images == 1 { REQUEUE } else { its_own };
         assert_eq!(ended.code, code, "{told}: {ended:?}");
         assert!(images == 0 || name == "commit", "{told}: {images}");
     } else {
         assert_eq!(ended.code, REQUEUE, "{told}: {ended:?}");
         assert_eq!(images, 1, "{told}");
+    }
+    if its_end.exists() {
+        std::fs::remove_file(&its_end).expect("the status");
     }
     // Whatever happened, the next start is right: from the image, or afresh.
     let mut next = job.start();
@@ -409,6 +428,7 @@ fn what_happens_while_a_save_is_under_way_does_no_harm() {
                 Meanwhile::SecondSignal,
                 Meanwhile::ShorterNotice,
                 Meanwhile::JobDies,
+                Meanwhile::JobExits,
             ] {
                 scope.spawn(move || held_up(phase, meanwhile));
             }
@@ -421,9 +441,7 @@ fn a_notice_that_becomes_too_short_ends_the_save_in_time() {
     let scene = Scene::new(&[]);
     let job = Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\nmargin = \"500ms\"\n");
     // Its requests would be tried for two minutes.
-    let (saver, command) = job.command("");
-    let patient = saver.cli.config_text().replace("1500ms", "120s");
-    let mut run = Supervised::start((saver.with_config(&patient), command));
+    let mut run = job.start_patiently();
     run.wait_for("step 2 ");
     scene.server.set_rules(&json!([
         {"op": "UploadPart", "always": true, "action": {"stall": true}},
@@ -480,15 +498,8 @@ fn a_save_that_does_not_fit_is_refused_and_the_job_has_the_signal() {
         run.wait_for("step ");
     }
     scene.server.set_rules(&json!([]));
-    let path = scene.state_dir().join("job.sock");
     // It took half of the job's time, so the next one is left out.
-    loop {
-        let Ok(Answer::Status(status)) = ask(&path, &Question::Status) else {
-            panic!("no status");
-        };
-        if status.saves_skipped > 0 {
-            break;
-        }
+    while status(&scene).saves_skipped == 0 {
         std::thread::sleep(Duration::from_millis(20));
     }
     let verdict = notified(&scene, Some(2.1));
