@@ -1,11 +1,14 @@
 //! A file that appears: the notice stands as long as it is there.
 //!
-//! In: a path, looked at every `preempt.poll`. Out: a notice; the file may hold the time that is left, such as `90s`, counted from the look that found it. What can fail: a file that is there and cannot be looked at, which makes the source blind. Text that is no time is
-//! a notice all the same.
+//! In: a path, looked at every `preempt.poll`. Out: a notice; the file may hold the time that is left, such as `90s`, counted from the look that found it. What can fail: nobody can tell whether it is there, or a look does not return, which makes the source blind. Text that is no time is
+//! a notice all the same, and so is what cannot be read: a directory, a FIFO, a file that we may not open.
 
+use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
 
 use super::{Board, Sight};
 use crate::config::PreemptConfig;
@@ -15,14 +18,35 @@ const SOURCE: &str = "file";
 /// Longest file that is read, in bytes.
 const LEN_MAX: u64 = 1024;
 
+/// A look that takes longer is one that failed: a network's file system may not answer.
+const LOOK_WITHIN: Duration = Duration::from_secs(2);
+
 /// Looks for ever.
 pub(super) async fn watch(path: PathBuf, config: PreemptConfig, board: Board) {
+    watch_by(look, path, config, board).await;
+}
+
+async fn watch_by(
+    look: fn(&Path) -> io::Result<Option<String>>,
+    path: PathBuf,
+    config: PreemptConfig,
+    board: Board,
+) {
     let mut sight = Sight::new(&board, SOURCE);
     let mut ticks = super::every(config.poll);
+    let mut under_way = None;
     loop {
         ticks.tick().await;
-        let looking = path.clone();
-        let seen = tokio::task::spawn_blocking(move || look(&looking)).await;
+        // One that does not return is waited for on and on: another one would hang beside it.
+        let looking = under_way.get_or_insert_with(|| {
+            let path = path.clone();
+            tokio::task::spawn_blocking(move || look(&path))
+        });
+        let Ok(seen) = tokio::time::timeout(LOOK_WITHIN, looking).await else {
+            sight.failed(&format!("{}: no answer in {LOOK_WITHIN:?}", path.display()));
+            continue;
+        };
+        under_way = None;
         match seen.unwrap_or_else(|error| Err(io::Error::other(error))) {
             Ok(Some(text)) => {
                 sight.looked();
@@ -40,18 +64,32 @@ pub(super) async fn watch(path: PathBuf, config: PreemptConfig, board: Board) {
 
 /// What stands in it; `None` where there is no such file.
 fn look(path: &Path) -> io::Result<Option<String>> {
-    let file = match std::fs::File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+    let gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    let text = match std::fs::metadata(path) {
+        // A FIFO is not waited for, and a device not read.
+        Ok(metadata) if !metadata.is_file() => Ok(String::new()),
+        Ok(_) => text_of(path),
+        Err(error) if gone(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
-    let mut bytes = Vec::new();
-    match file.take(LEN_MAX).read_to_end(&mut bytes) {
-        Ok(_) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+    match text {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if gone(&error) => Ok(None),
         // It is there, which is what counts.
-        Err(error) if error.kind() == io::ErrorKind::IsADirectory => Ok(Some(String::new())),
-        Err(error) => Err(error),
+        Err(error) => {
+            tracing::warn!("{} cannot be read: {error}", path.display());
+            Ok(Some(String::new()))
+        }
     }
+}
+
+fn text_of(path: &Path) -> io::Result<String> {
+    // By now it may be something that would have us wait.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let mut bytes = Vec::new();
+    file.take(LEN_MAX).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 fn time_left(text: &str) -> Option<Duration> {
@@ -129,5 +167,37 @@ mod tests {
         assert_eq!(board.standing().blind().next().unwrap().0, SOURCE);
         assert!(board.standing().earliest().is_none());
         looking.abort();
+    }
+
+    #[tokio::test]
+    async fn a_look_that_does_not_return_makes_it_blind_until_it_does() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notice");
+        let mode = Mode::RUSR | Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let board = Board::default();
+        let mut changes = board.subscribe();
+        let looking = tokio::spawn(watch_by(
+            // Waits for somebody who writes.
+            |path| std::fs::read_to_string(path).map(Some),
+            path.clone(),
+            config("[preempt]\npoll = \"100ms\"\n"),
+            board.clone(),
+        ));
+        changes.changed().await.unwrap();
+        let standing = board.standing();
+        let (_, why) = standing.blind().next().unwrap();
+        assert!(why.contains("no answer in 2s"), "{why}");
+        std::fs::write(&path, "10min").unwrap();
+        let is_heard = |standing: &crate::preempt::Standing| {
+            standing.blind().count() == 0 && standing.earliest().is_some()
+        };
+        changes.wait_for(is_heard).await.unwrap();
+        looking.abort();
+        assert!(looking.await.unwrap_err().is_cancelled());
+        // The runtime waits for a look that is under way: there is somebody who writes, and ends.
+        let writer = File::options().read(true).write(true).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        drop(writer);
     }
 }

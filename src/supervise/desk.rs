@@ -218,18 +218,18 @@ impl Desk {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir)?;
         }
-        // What a dead one has left may be taken.
+        // What a dead one has left may be taken, and nothing else.
         if let Ok(there) = std::fs::symlink_metadata(path) {
-            if !there.file_type().is_socket() {
-                return Err(io::Error::new(
-                    io::ErrorKind::AlreadyExists,
-                    "this is no socket, and is left as it is",
-                ));
-            }
             if std::os::unix::net::UnixStream::connect(path).is_ok() {
                 return Err(io::Error::new(
                     io::ErrorKind::AddrInUse,
                     "another ckptstream listens there, and supervises this job",
+                ));
+            }
+            if !there.file_type().is_socket() {
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    "what is there is no socket",
                 ));
             }
             std::fs::remove_file(path)?;
@@ -358,10 +358,10 @@ async fn serve(stream: UnixStream, shared: Shared) {
 
 async fn answer(stream: UnixStream, shared: &Shared) -> io::Result<()> {
     let (read, mut write) = stream.into_split();
-    let mut line = String::new();
+    let mut line = Vec::new();
     let mut asking = BufReader::new(read.take(QUESTION_LEN_MAX));
-    let asked = tokio::time::timeout(QUESTION_WITHIN, asking.read_line(&mut line)).await;
-    let answer = match asked.map(|read| read.map(|_| serde_json::from_str(&line))) {
+    let asked = tokio::time::timeout(QUESTION_WITHIN, asking.read_until(b'\n', &mut line)).await;
+    let answer = match asked.map(|read| read.map(|_| serde_json::from_slice(&line))) {
         Ok(Ok(Ok(Question::Status))) => Answer::Status(Box::new(shared.told())),
         Ok(Ok(Ok(Question::Notify { left_seconds }))) => shared.verdict(left_seconds).await,
         Ok(Ok(Err(error))) => Answer::Error(format!("not a question: {error}")),

@@ -24,7 +24,7 @@ mod golden;
 mod matrix;
 /// The memory budget, held against what the kernel counts.
 mod memory;
-/// Notices of pre-emption from metadata servers.
+/// Notices of pre-emption, from every source.
 mod notices;
 /// The order of events, as the driver and the store see it.
 mod order;

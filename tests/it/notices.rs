@@ -1,21 +1,33 @@
-//! Notices of pre-emption from metadata servers: every source in good times, with garbage, silence, errors, late, twice, and with what only its cloud does, against `testkit metadata`.
+//! Notices of pre-emption: every source in good times, with garbage, silence, errors, late, twice, and with what only it does.
 //!
-//! A [`Case`] is a list of steps: what the server answers from now on, and what must come to stand on the board then. Every step waits for what it wants with much patience, and nothing is measured. Where a look must do more than one thing,
+//! A [`Case`] is a list of steps: what happens to its source, and what must come to stand on the board then. Every step waits for what it wants with much patience, and nothing is measured. Where a look must do more than one thing,
 //! as to get a new token, `preempt.poll` is so long that there is no second look. The cases of a source run at the same time, in a process of their own: watching takes its signals over.
+//!
+//! Where a column is empty the source's module says so, and what comes nearest to it. `socket` has no board that a test could look at: it is asked through a supervision.
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant};
 
 use ckptstream::config::{Config, Environment, Overrides, RawConfig};
-use ckptstream::preempt::{Board, Standing, watch};
+use ckptstream::preempt::{Board, Notice as Heard, Standing, watch};
 use futures::future::join_all;
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::support::MetadataServer;
-use crate::support::s3_server::in_environment;
+
+/// A file that appears.
+mod file;
+/// The metadata servers of three clouds.
+mod metadata;
+/// Signals.
+mod signals;
+/// `ckptstream notify`.
+mod socket;
 
 /// How long a step waits for what it wants: longer than a request for a change that is never answered.
 const PATIENCE: Duration = Duration::from_secs(150);
@@ -29,15 +41,8 @@ const LONG_POLL: &str = "poll = \"60s\"";
 /// `preempt.notice` of all cases.
 const NOTICE: Duration = Duration::from_secs(40);
 
-/// Time from now to the end of the node where a server says one; nobody takes it for [`NOTICE`].
+/// Time from now to the end of the node where a source says one; nobody takes it for [`NOTICE`].
 const TOLD: Duration = Duration::from_secs(600);
-
-const AWS_TOKEN: &str = "/latest/api/token";
-const AWS_ACTION: &str = "/latest/meta-data/spot/instance-action";
-const GCP_PREEMPTED: &str = "/computeMetadata/v1/instance/preempted";
-const GCP_MAINTENANCE: &str = "/computeMetadata/v1/instance/maintenance-event";
-const AZURE_EVENTS: &str = "/metadata/scheduledevents";
-const AZURE_NAME: &str = "/metadata/instance/compute/name";
 
 /// A step of a case; all of them speak of its source.
 enum Step {
@@ -49,6 +54,18 @@ enum Step {
     Stops,
     /// The server is back.
     StartsAgain,
+    /// The path was asked with this status so often since the last [`Step::Answers`].
+    Asked(&'static str, u64, usize),
+    /// The path was asked since then with this in its query.
+    AskedFor(&'static str, &'static str),
+    /// The path was never asked.
+    NeverAsked(&'static str),
+    /// Something happens where `preempt.file` is.
+    Does(Box<dyn Fn(&Path)>),
+    /// This process gets a signal.
+    Gets(Signal),
+    /// The job is to have it, and none before it.
+    ForTheJob(Signal),
     /// A notice stands: its text has this in it, and this much time was left when it was heard first.
     Notice(&'static str, Left),
     /// None stands any more.
@@ -57,12 +74,6 @@ enum Step {
     Blind(&'static str),
     /// It is not, any more.
     Sees,
-    /// The path was asked with this status so often since the last [`Step::Answers`].
-    Asked(&'static str, u64, usize),
-    /// The path was asked since then with this in its query.
-    AskedFor(&'static str, &'static str),
-    /// The path was never asked.
-    NeverAsked(&'static str),
     /// Nothing stands, was ever raised, or was ever blind.
     Quiet,
     /// The source was never blind.
@@ -78,11 +89,13 @@ use Step::*;
 enum Left {
     /// What the configuration says: exactly that.
     Configured,
-    /// What the server said, less what has passed.
+    /// What the source said, less what has passed.
     Told,
+    /// It was heard with more, and is down to this by now.
+    CutTo(Duration),
 }
 
-use Left::{Configured, Told};
+use Left::{Configured, CutTo, Told};
 
 struct Case {
     name: String,
@@ -90,20 +103,6 @@ struct Case {
     /// More of `[preempt]`.
     config: &'static str,
     steps: Vec<Step>,
-}
-
-/// What the clouds have in common, to make the cases of which none may be without.
-struct Cloud {
-    source: &'static str,
-    config: &'static str,
-    path: &'static str,
-    notice: Value,
-    text: &'static str,
-    left: Left,
-    /// Status of the answers when there is no notice.
-    silence: u64,
-    /// What a server may say that is no answer to the question.
-    garbage: Vec<String>,
 }
 
 fn case(name: &str, source: &'static str, config: &'static str, steps: Vec<Step>) -> Case {
@@ -115,580 +114,11 @@ fn case(name: &str, source: &'static str, config: &'static str, steps: Vec<Step>
     }
 }
 
-/// A script in which a path holds a value.
-fn holds(path: &str, value: &Value) -> Value {
-    json!({"values": {path: value}})
-}
-
-/// A script in which every request for a path has this answer.
-fn always(path: &str, action: &Value) -> Value {
-    json!({"rules": [{"path": path, "always": true, "action": action}]})
-}
-
-/// As an instance action has it.
-fn rfc3339(left: Duration) -> String {
-    humantime::format_rfc3339_seconds(SystemTime::now() + left).to_string()
-}
-
-fn action(action: &str, time: &str) -> Value {
-    json!({"action": action, "time": time})
-}
-
-fn event(kind: &str, vm: &str, not_before: &str) -> Value {
-    json!({
-        "EventId": "A123BC45-1234-5678-AB90-ABCDEF123456",
-        "EventStatus": if not_before.is_empty() { "Started" } else { "Scheduled" },
-        "EventType": kind,
-        "ResourceType": "VirtualMachine",
-        "Resources": ["other-1", vm],
-        "NotBefore": not_before,
-        "Description": "",
-        "EventSource": "Platform",
-        "DurationInSeconds": -1
-    })
-}
-
-fn events(events: &[Value]) -> Value {
-    json!({"DocumentIncarnation": 2, "Events": events})
-}
-
-/// As a scheduled event has it.
-fn rfc1123(left: Duration) -> String {
-    httpdate::fmt_http_date(SystemTime::now() + left)
-}
-
-fn aws() -> Cloud {
-    let mut garbage = vec!["<html>Sign in to the network</html>".to_owned()];
-    garbage.extend(["", "[]", "null", "{\"time\":5}", "{\"action\":5}"].map(str::to_owned));
-    Cloud {
-        source: "aws",
-        config: "sources = [\"aws\"]",
-        path: AWS_ACTION,
-        notice: action("terminate", &rfc3339(TOLD)),
-        text: "terminate",
-        left: Told,
-        silence: 404,
-        garbage,
-    }
-}
-
-fn gcp() -> Cloud {
-    Cloud {
-        source: "gcp preempted",
-        config: "sources = [\"gcp\"]",
-        path: GCP_PREEMPTED,
-        notice: json!("TRUE"),
-        text: "instance/preempted is TRUE",
-        left: Configured,
-        silence: 200,
-        garbage: ["", "true", "TRUE FALSE", "<html>"]
-            .map(str::to_owned)
-            .into(),
-    }
-}
-
-fn azure() -> Cloud {
-    let garbage = [
-        "",
-        "[]",
-        "{}",
-        "{\"Events\":5}",
-        "{\"Events\":[5]}",
-        "<?xml?>",
-    ];
-    Cloud {
-        source: "azure",
-        config: "sources = [\"azure\"]",
-        path: AZURE_EVENTS,
-        notice: events(&[event("Preempt", "vm-0", &rfc1123(TOLD))]),
-        text: "Preempt of vm-0",
-        left: Told,
-        silence: 200,
-        garbage: garbage.map(str::to_owned).into(),
-    }
-}
-
-/// What every source must stand.
-fn usual_cases(cloud: &Cloud) -> Vec<Case> {
-    let (path, text, left) = (cloud.path, cloud.text, cloud.left);
-    let notice = || Answers(holds(path, &cloud.notice));
-    let make = |name: &str, steps| case(name, cloud.source, cloud.config, steps);
-    let mut garbage = Vec::new();
-    for body in &cloud.garbage {
-        let answer = always(path, &json!({"body": body}));
-        garbage.extend([
-            Answers(answer),
-            Blind("expected "),
-            Answers(json!({})),
-            Sees,
-        ]);
-    }
-    let long = json!({"body": "x".repeat(100_000)});
-    garbage.extend([Answers(always(path, &long)), Blind("does not end well")]);
-    garbage.extend([notice(), Notice(text, left), Sees]);
-    let failing = |action: Value, why| {
-        let steps = vec![
-            Answers(always(path, &action)),
-            Blind(why),
-            Answers(json!({})),
-            Sees,
-            notice(),
-            Notice(text, left),
-            // Whoever sees nothing has no news: what stood stands.
-            Answers(json!({
-                "values": {path: cloud.notice},
-                "rules": [{"path": path, "always": true, "action": action}],
-            })),
-            Blind(why),
-            Notice(text, left),
-            Raised(1),
-        ];
-        make(&action.to_string(), steps)
-    };
-    vec![
-        make(
-            "normal",
-            vec![
-                Asked(path, cloud.silence, 1),
-                Quiet,
-                notice(),
-                Notice(text, left),
-                Answers(json!({})),
-                NoNotice,
-                NeverBlind,
-            ],
-        ),
-        make("garbage", garbage),
-        failing(json!({"status": 500}), "500"),
-        failing(json!({"status": 302, "headers": {"location": "/"}}), "302"),
-        failing(json!({"stall": true}), "no answer in 2s"),
-        failing(json!({"delay_before_ms": 5000}), "no answer in 2s"),
-        failing(json!({"drop": true}), "no answer"),
-        make(
-            "refused",
-            vec![
-                Asked(path, cloud.silence, 1),
-                Stops,
-                Blind("refused"),
-                notice(),
-                StartsAgain,
-                Notice(text, left),
-                Sees,
-            ],
-        ),
-        make(
-            "late",
-            vec![
-                Begins(json!({
-                    "values": {path: cloud.notice},
-                    "rules": [{"path": path, "always": true, "action": {"delay_before_ms": 700}}],
-                })),
-                Notice(text, left),
-            ],
-        ),
-        make(
-            "twice",
-            vec![
-                notice(),
-                Notice(text, left),
-                // The same again, as another document, and through more looks.
-                notice(),
-                Asked(path, 200, 1),
-                Raised(1),
-                Answers(json!({})),
-                NoNotice,
-                notice(),
-                Notice(text, left),
-                Raised(2),
-                NeverBlind,
-            ],
-        ),
-    ]
-}
-
-#[test]
-fn the_instance_action_of_ec2() {
-    if !in_environment("notices::the_instance_action_of_ec2", &[]) {
-        return;
-    }
-    let mut cases = usual_cases(&aws());
-    let make = |name: &str, steps| case(name, "aws", "sources = [\"aws\"]", steps);
-    let told = || action("terminate", &rfc3339(TOLD));
-    let fresh = |document: Value| {
-        [
-            Answers(json!({})),
-            NoNotice,
-            Answers(holds(AWS_ACTION, &document)),
-        ]
-    };
-    let short_lived =
-        |value: Value| json!({"token_lifetime_ms": 3000, "values": {AWS_ACTION: value}});
-    cases.push(make(
-        "a token that expires",
-        vec![
-            Answers(short_lived(Value::Null)),
-            Asked(AWS_ACTION, 401, 2),
-            Asked(AWS_TOKEN, 200, 2),
-            Quiet,
-            Answers(short_lived(told())),
-            Notice("terminate", Told),
-            NeverBlind,
-        ],
-    ));
-    cases.push(case(
-        "a token that expires is replaced within the look",
-        "aws",
-        "sources = [\"aws\"]\npoll = \"60s\"",
-        vec![
-            Begins(json!({
-                "values": {AWS_ACTION: told()},
-                "rules": [{"path": AWS_ACTION, "nth": 1, "action": {"status": 401}}],
-            })),
-            Notice("terminate", Told),
-            Asked(AWS_TOKEN, 200, 2),
-        ],
-    ));
-    cases.push(make(
-        "404 ten times, then an action",
-        vec![
-            Answers(json!({
-                "values": {AWS_ACTION: told()},
-                "rules": [{"path": AWS_ACTION, "always": true, "times": 10, "action": {"status": 404}}],
-            })),
-            Notice("terminate", Told),
-            Asked(AWS_ACTION, 404, 10),
-            NeverBlind,
-        ],
-    ));
-    cases.push(make(
-        "two failures in a row are none",
-        vec![
-            Answers(json!({"rules": [
-                {"path": AWS_ACTION, "every": 3, "action": {"status": 404}},
-                {"path": AWS_ACTION, "always": true, "action": {"status": 503}},
-            ]})),
-            Asked(AWS_ACTION, 503, 10),
-            NeverBlind,
-        ],
-    ));
-    let mut no_token = vec![Asked(AWS_ACTION, 404, 1)];
-    for failure in [
-        json!({"stall": true}),
-        json!({"status": 403}),
-        json!({"body": ""}),
-        json!({"body": "a\u{1}b\nc"}),
-        json!({"drop": true}),
-    ] {
-        // Whoever had a token before has none after this.
-        no_token.push(Answers(json!({
-            "values": {AWS_ACTION: told()},
-            "rules": [
-                {"path": AWS_TOKEN, "always": true, "action": failure},
-                {"path": AWS_ACTION, "always": true, "action": {"status": 401}},
-            ],
-        })));
-        no_token.extend([Blind("hop limit"), Answers(json!({})), Sees]);
-    }
-    no_token.extend([
-        Answers(holds(AWS_ACTION, &told())),
-        Notice("terminate", Told),
-    ]);
-    cases.push(make("the token's answer does not arrive", no_token));
-    cases.push(make(
-        "no token is good enough",
-        vec![
-            Answers(always(AWS_ACTION, &json!({"status": 401}))),
-            Blind("401"),
-            Answers(holds(AWS_ACTION, &told())),
-            Sees,
-            Notice("terminate", Told),
-        ],
-    ));
-    let mut actions = Vec::new();
-    actions.extend(fresh(action("hibernate", &rfc3339(TOLD))));
-    actions.push(Notice("hibernate", Told));
-    actions.extend(fresh(action("stop", &rfc3339(TOLD))));
-    actions.push(Notice("stop", Told));
-    for document in [
-        json!({"action": "stop"}),
-        json!({"action": "stop", "time": null}),
-        action("stop", "soon"),
-        action("stop", "2017-09-18T08:22:00Z"),
-        action("stop", "99999-99-99T99:99:99Z"),
-    ] {
-        actions.extend(fresh(document));
-        actions.push(Notice("stop", Configured));
-    }
-    actions.push(NeverBlind);
-    cases.push(make("every action, and times that say nothing", actions));
-    run(cases);
-}
-
-#[test]
-fn the_values_of_compute_engine() {
-    if !in_environment("notices::the_values_of_compute_engine", &[]) {
-        return;
-    }
-    let cloud = gcp();
-    let mut cases = usual_cases(&cloud);
-    let make = |name: &str, steps| case(name, cloud.source, cloud.config, steps);
-    let later = |value: &str| json!([{"value": "FALSE"}, {"after_ms": 2000, "value": value}]);
-    let waiting = |nth: u64, action: Value| json!({"path": GCP_PREEMPTED, "query_contains": "wait_for_change=true", "nth": nth, "action": action});
-    cases.push(case(
-        "TRUE while a request waits",
-        cloud.source,
-        "sources = [\"gcp\"]\npoll = \"60s\"",
-        vec![
-            Begins(json!({
-                "values": {GCP_PREEMPTED: later("TRUE")},
-                // Nobody sees it who asks again and again.
-                "rules": [{"path": GCP_PREEMPTED, "from": 3, "action": {"stall": true}}],
-            })),
-            Notice(cloud.text, cloud.left),
-            AskedFor(GCP_PREEMPTED, "timeout_sec=60"),
-            NeverBlind,
-        ],
-    ));
-    cases.push(case(
-        "a notice that stands at the start",
-        cloud.source,
-        "sources = [\"gcp\"]\npoll = \"60s\"",
-        vec![
-            Begins(json!({
-                "values": {GCP_PREEMPTED: "TRUE"},
-                "rules": [{"path": GCP_PREEMPTED, "query_contains": "wait", "always": true, "action": {"stall": true}}],
-            })),
-            Notice(cloud.text, cloud.left),
-        ],
-    ));
-    cases.push(make(
-        "FALSE with a new ETag",
-        vec![
-            Begins(json!({
-                "values": {GCP_PREEMPTED: later("TRUE")},
-                "rules": [
-                    waiting(1, json!({"body": "FALSE", "headers": {"etag": "another-1"}})),
-                    waiting(2, json!({"body": "FALSE", "headers": {"etag": "W/\"a b&c\""}})),
-                ],
-            })),
-            AskedFor(GCP_PREEMPTED, "last_etag=another-1"),
-            AskedFor(GCP_PREEMPTED, "last_etag=W%2F%22a+b%26c%22"),
-            Notice(cloud.text, cloud.left),
-            Raised(1),
-            NeverBlind,
-        ],
-    ));
-    cases.push(make(
-        "waiting requests are dropped",
-        vec![
-            Begins(json!({
-                "values": {GCP_PREEMPTED: later("TRUE")},
-                "rules": [{
-                    "path": GCP_PREEMPTED, "query_contains": "wait", "always": true,
-                    "action": {"delay_before_ms": 300, "drop": true},
-                }],
-            })),
-            // The look between two of them is one: it is never blind.
-            Asked(GCP_PREEMPTED, 0, 3),
-            Notice(cloud.text, cloud.left),
-            NeverBlind,
-        ],
-    ));
-    cases.push(make(
-        "no ETag",
-        vec![
-            Begins(json!({
-                "values": {GCP_PREEMPTED: later("TRUE")},
-                "rules": [{"path": GCP_PREEMPTED, "always": true, "action": {"headers": {"etag": ""}}}],
-            })),
-            Notice(cloud.text, cloud.left),
-            NeverBlind,
-        ],
-    ));
-    let maintenance = |value: &str| Answers(holds(GCP_MAINTENANCE, &json!(value)));
-    cases.push(case(
-        "the host",
-        "gcp maintenance",
-        cloud.config,
-        vec![
-            Asked(GCP_MAINTENANCE, 200, 1),
-            maintenance("MIGRATE_ON_HOST_MAINTENANCE"),
-            Asked(GCP_MAINTENANCE, 200, 1),
-            Quiet,
-            maintenance("TERMINATE_ON_HOST_MAINTENANCE"),
-            Notice("instance/maintenance-event is TERMINATE", Configured),
-            maintenance("NONE"),
-            NoNotice,
-            maintenance("DANCE_ON_HOST_MAINTENANCE"),
-            Blind("expected NONE, MIGRATE"),
-            maintenance("TERMINATE_ON_HOST_MAINTENANCE"),
-            Notice("instance/maintenance-event is TERMINATE", Configured),
-            Sees,
-            Raised(2),
-        ],
-    ));
-    run(cases);
-}
-
-#[test]
-fn the_scheduled_events_of_azure() {
-    if !in_environment("notices::the_scheduled_events_of_azure", &[]) {
-        return;
-    }
-    let cloud = azure();
-    let mut cases = usual_cases(&cloud);
-    let make = |name: &str, steps| case(name, cloud.source, cloud.config, steps);
-    let answers = |list: &[Value]| Answers(holds(AZURE_EVENTS, &events(list)));
-    let told = || rfc1123(TOLD);
-    cases.push(make(
-        "events that are none of ours",
-        vec![
-            answers(&[
-                event("Preempt", "vm-1", &told()),
-                event("Terminate", "vm-00", ""),
-                event("Reboot", "vm-0", &told()),
-                event("Freeze", "vm-0", ""),
-            ]),
-            Asked(AZURE_EVENTS, 200, 5),
-            Quiet,
-        ],
-    ));
-    let mut timeless = Vec::new();
-    let mut without = event("Preempt", "vm-0", "");
-    without.as_object_mut().unwrap().remove("NotBefore");
-    let mut null = event("Preempt", "vm-0", "");
-    null["NotBefore"] = Value::Null;
-    for event in [
-        without,
-        null,
-        event("Preempt", "vm-0", ""),
-        event("Preempt", "vm-0", "Mon, 19 Sep 2016 18:29:47 GMT"),
-        event("Preempt", "vm-0", "tomorrow"),
-    ] {
-        timeless.extend([
-            answers(&[event]),
-            Notice("Preempt", Configured),
-            answers(&[]),
-            NoNotice,
-        ]);
-    }
-    timeless.push(NeverBlind);
-    cases.push(make("times that say nothing", timeless));
-    cases.push(make(
-        "several",
-        vec![
-            answers(&[
-                event("Terminate", "vm-0", &rfc1123(4 * TOLD)),
-                event("Preempt", "VM-0", &told()),
-                event("Preempt", "vm-1", ""),
-            ]),
-            Notice("Preempt", Told),
-            // The other is still there.
-            answers(&[event("Terminate", "vm-0", &rfc1123(4 * TOLD))]),
-            Asked(AZURE_EVENTS, 200, 3),
-            Notice("Preempt", Told),
-            Raised(1),
-        ],
-    ));
-    cases.push(case(
-        "the name is in the configuration",
-        "azure",
-        "sources = [\"azure\"]\nazure_vm = \"gpu-7\"",
-        vec![
-            answers(&[event("Preempt", "vm-0", "")]),
-            Asked(AZURE_EVENTS, 200, 3),
-            Quiet,
-            answers(&[event("Terminate", "GPU-7", &told())]),
-            Notice("Terminate of gpu-7", Told),
-            NeverAsked(AZURE_NAME),
-        ],
-    ));
-    cases.push(make(
-        "the name is asked for until it is there",
-        vec![
-            Begins(json!({
-                "values": {AZURE_EVENTS: events(&[event("Preempt", "vm-9", "")]), AZURE_NAME: "vm-9"},
-                "rules": [{"path": AZURE_NAME, "always": true, "times": 5, "action": {"status": 500}}],
-            })),
-            Notice("Preempt of vm-9", Configured),
-            Asked(AZURE_NAME, 500, 5),
-            Sees,
-        ],
-    ));
-    cases.push(make(
-        "there is no name",
-        vec![
-            Begins(holds(AZURE_NAME, &Value::Null)),
-            Blind("azure_vm"),
-            Answers(holds(AZURE_NAME, &json!(" \n"))),
-            Asked(AZURE_NAME, 200, 3),
-            Blind("azure_vm"),
-        ],
-    ));
-    run(cases);
-}
-
-#[test]
-fn a_blind_source_takes_no_other_along() {
-    if !in_environment("notices::a_blind_source_takes_no_other_along", &[]) {
-        return;
-    }
-    let all = "sources = [\"aws\", \"gcp\", \"azure\"]";
-    let script = json!({
-        "values": {
-            AWS_ACTION: action("terminate", &rfc3339(TOLD)),
-            AZURE_EVENTS: events(&[event("Preempt", "vm-0", "")]),
-            GCP_MAINTENANCE: "TERMINATE_ON_HOST_MAINTENANCE",
-        },
-        "rules": [
-            {"path": GCP_PREEMPTED, "always": true, "action": {"status": 500}},
-            {"path": AZURE_EVENTS, "always": true, "action": {"stall": true}},
-        ],
-    });
-    let make = |source, steps: Vec<Step>| {
-        let mut all_steps = vec![Answers(script.clone())];
-        all_steps.extend(steps);
-        case("beside others", source, all, all_steps)
-    };
-    run(vec![
-        make("aws", vec![Notice("terminate", Told)]),
-        make("gcp maintenance", vec![Notice("TERMINATE", Configured)]),
-        make("gcp preempted", vec![Blind("500")]),
-        make("azure", vec![Blind("no answer in 2s")]),
-    ]);
-}
-
-#[test]
-fn a_server_that_speaks_no_http_blinds_every_source() {
-    if !in_environment(
-        "notices::a_server_that_speaks_no_http_blinds_every_source",
-        &[],
-    ) {
-        return;
-    }
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    std::thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            // Clients that left already are none of its business.
-            let _ = stream.read(&mut [0; 1024]);
-            let _ = stream.write_all(b"SSH-2.0-OpenSSH_9.9\r\n\0\xff\r\n\r\n");
-        }
-    });
-    runtime().block_on(async {
-        let (board, _blind) = start("sources = [\"aws\", \"gcp\", \"azure\"]", &url);
-        let sources = ["aws", "azure", "gcp maintenance", "gcp preempted"];
-        until("no HTTP", &board, PATIENCE, |standing| {
-            standing.blind().map(|(source, _)| source).eq(sources)
-        })
-        .await;
-        assert_eq!(board.standing().notices().count(), 0);
-    });
-}
-
-fn runtime() -> tokio::runtime::Runtime {
+/// Never dropped, because that waits for a look that does not return.
+fn runtime() -> &'static tokio::runtime::Runtime {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
-    builder.worker_threads(2).enable_all().build().unwrap()
+    let runtime = builder.worker_threads(2).enable_all().build();
+    Box::leak(Box::new(runtime.unwrap()))
 }
 
 /// Runs all cases at once.
@@ -696,19 +126,31 @@ fn run(cases: Vec<Case>) {
     runtime().block_on(join_all(cases.iter().map(perform)));
 }
 
-/// Sources that were blind at any time.
-type EverBlind = Arc<Mutex<BTreeSet<&'static str>>>;
+/// What is watched, and what it is watched from.
+struct Watched {
+    board: Board,
+    /// Sources that were blind at any time.
+    ever_blind: Arc<Mutex<BTreeSet<&'static str>>>,
+    for_the_job: UnboundedReceiver<Signal>,
+    /// `preempt.file`, in a folder of its own.
+    file: PathBuf,
+    _dir: TempDir,
+}
 
 /// Starts watching, with all metadata servers at `url`.
-fn start(config: &str, url: &str) -> (Board, EverBlind) {
+fn start(config: &str, url: &str) -> Watched {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("folder/notice");
+    std::fs::create_dir(dir.path().join("folder")).unwrap();
     let poll = if config.contains("poll =") {
         ""
     } else {
         "poll = \"100ms\""
     };
     let text = format!(
-        "[preempt]\n{config}\n{poll}\nnotice = \"{}s\"\naws_url = \"{url}\"\ngcp_url = \"{url}\"\nazure_url = \"{url}/\"\n",
-        NOTICE.as_secs()
+        "[preempt]\n{config}\n{poll}\nnotice = \"{}s\"\nfile = \"{}\"\naws_url = \"{url}\"\ngcp_url = \"{url}\"\nazure_url = \"{url}/\"\n",
+        NOTICE.as_secs(),
+        file.display()
     );
     let overrides = Overrides {
         job: Some("train".to_owned()),
@@ -718,8 +160,8 @@ fn start(config: &str, url: &str) -> (Board, EverBlind) {
     let raw = RawConfig::parse(&text).unwrap();
     let config = Config::resolve(&overrides, &raw, &Environment::read()).unwrap();
     let board = Board::default();
-    let blind = EverBlind::default();
-    let (noted, mut changes) = (Arc::clone(&blind), board.subscribe());
+    let ever_blind = Arc::<Mutex<BTreeSet<&'static str>>>::default();
+    let (noted, mut changes) = (Arc::clone(&ever_blind), board.subscribe());
     tokio::spawn(async move {
         while changes.changed().await.is_ok() {
             let standing = changes.borrow_and_update().clone();
@@ -729,8 +171,15 @@ fn start(config: &str, url: &str) -> (Board, EverBlind) {
                 .extend(standing.blind().map(|(source, _)| source));
         }
     });
-    watch(&tokio::runtime::Handle::current(), &config.preempt, &board).unwrap();
-    (board, blind)
+    let runtime = tokio::runtime::Handle::current();
+    let for_the_job = watch(&runtime, &config.preempt, &board).unwrap();
+    Watched {
+        board,
+        ever_blind,
+        for_the_job,
+        file,
+        _dir: dir,
+    }
 }
 
 /// Waits until the board is so.
@@ -765,17 +214,10 @@ async fn perform(case: &Case) {
         Some(Begins(script)) => MetadataServer::start(script),
         _ => MetadataServer::start(&json!({})),
     };
-    let (board, ever_blind) = start(config, &server.endpoint);
+    let mut watched = start(config, &server.endpoint);
     let mut answered_before = 0;
     for (index, step) in steps.iter().enumerate() {
         let what = format!("{name}, step {index}");
-        let notice_of = |standing: &Standing| {
-            standing
-                .notices()
-                .find(|notice| notice.source == *source)
-                .cloned()
-        };
-        let is_blind = |standing: &Standing| standing.blind().any(|(blind, _)| blind == *source);
         match step {
             Begins(_) => assert_eq!(index, 0, "{what}"),
             Answers(script) => {
@@ -784,37 +226,6 @@ async fn perform(case: &Case) {
             }
             Stops => server.stop(),
             StartsAgain => server.start_again(),
-            Notice(text, left) => {
-                let standing = until(&what, &board, patience, |standing| {
-                    notice_of(standing).is_some()
-                })
-                .await;
-                let notice = notice_of(&standing).unwrap();
-                assert!(notice.text.contains(text), "{what}: {notice:?}");
-                let given = notice.gone_at - notice.heard_at;
-                match left {
-                    Configured => assert_eq!(given, NOTICE, "{what}"),
-                    Told => assert!(TOLD / 4 < given && given <= TOLD, "{what}: {given:?}"),
-                }
-            }
-            NoNotice => drop(
-                until(&what, &board, patience, |standing| {
-                    notice_of(standing).is_none()
-                })
-                .await,
-            ),
-            Blind(part) => {
-                let standing = until(&what, &board, patience, is_blind).await;
-                let (_, why) = standing.blind().find(|(blind, _)| blind == source).unwrap();
-                assert!(why.contains(part), "{what}: {why}");
-                // The hint is for a token that does not come, and for nothing else.
-                assert_eq!(
-                    why.contains("hop limit"),
-                    *part == "hop limit",
-                    "{what}: {why}"
-                );
-            }
-            Sees => drop(until(&what, &board, patience, |standing| !is_blind(standing)).await),
             Asked(path, status, count) => {
                 let asked = |line: &Value| line["path"] == *path && line["status"] == *status;
                 requested(&what, &server, answered_before, asked, *count).await;
@@ -829,13 +240,76 @@ async fn perform(case: &Case) {
                 let requests = server.requests();
                 assert!(requests.iter().all(|line| line["path"] != *path), "{what}");
             }
+            Does(deed) => deed(&watched.file),
+            Gets(signal) => kill_process(getpid(), *signal).unwrap(),
+            ForTheJob(signal) => {
+                let next = tokio::time::timeout(patience, watched.for_the_job.recv()).await;
+                assert_eq!(next, Ok(Some(*signal)), "{what}");
+            }
+            must_stand => watched.must(&what, source, patience, must_stand).await,
+        }
+    }
+}
+
+impl Watched {
+    /// Waits for what must come to stand on the board, or looks that nothing did.
+    async fn must(&self, what: &str, source: &str, patience: Duration, step: &Step) {
+        let board = &self.board;
+        let notice_of = |standing: &Standing| {
+            let mut notices = standing.notices();
+            notices.find(|notice| notice.source == source).cloned()
+        };
+        let is_blind = |standing: &Standing| standing.blind().any(|(blind, _)| blind == source);
+        let was_blind = || self.ever_blind.lock().unwrap().contains(source);
+        let given = |notice: &Heard| notice.gone_at - notice.heard_at;
+        match step {
+            Notice(text, left) => {
+                let standing = until(what, board, patience, |standing| {
+                    notice_of(standing).is_some_and(|notice| match left {
+                        // What has passed since it was heard is not measured.
+                        CutTo(left) => notice.gone_at <= Instant::now() + *left,
+                        Configured | Told => true,
+                    })
+                })
+                .await;
+                let notice = notice_of(&standing).unwrap();
+                assert!(notice.text.contains(text), "{what}: {notice:?}");
+                let given = given(&notice);
+                match left {
+                    Configured => assert_eq!(given, NOTICE, "{what}"),
+                    Told => assert!(TOLD / 4 < given && given <= TOLD, "{what}: {given:?}"),
+                    CutTo(_) => {}
+                }
+            }
+            NoNotice => drop(
+                until(what, board, patience, |standing| {
+                    notice_of(standing).is_none()
+                })
+                .await,
+            ),
+            Blind(part) => {
+                let standing = until(what, board, patience, is_blind).await;
+                let (_, why) = standing
+                    .blind()
+                    .find(|(blind, _)| *blind == source)
+                    .unwrap();
+                assert!(why.contains(part), "{what}: {why}");
+                // The hint is for a token that does not come, and for nothing else.
+                assert_eq!(
+                    why.contains("hop limit"),
+                    *part == "hop limit",
+                    "{what}: {why}"
+                );
+            }
+            Sees => drop(until(what, board, patience, |standing| !is_blind(standing)).await),
             Quiet => {
                 let standing = board.standing();
                 assert_eq!(standing.raised(), 0, "{what}: {standing:?}");
-                assert!(!ever_blind.lock().unwrap().contains(source), "{what}");
+                assert!(!was_blind(), "{what}");
             }
-            NeverBlind => assert!(!ever_blind.lock().unwrap().contains(source), "{what}"),
+            NeverBlind => assert!(!was_blind(), "{what}"),
             Raised(count) => assert_eq!(board.standing().raised(), *count, "{what}"),
+            _ => unreachable!("{what}: a deed"),
         }
     }
 }

@@ -1,195 +1,16 @@
 //! A job under `run`: saved and ended when the node goes away, restored on the next one, and never started twice over its own image.
 
-use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ckptstream::supervise::{Answer, Doing, Question, Report, Verdict, ask};
+use ckptstream::supervise::{Answer, Doing, Question, Report, ask};
 use serde_json::{Value, json};
 
 use super::support::process::{PATIENCE, Process};
 use super::support::s3_server::{has_credentials, testkit};
 use super::support::scene::{Saver, Scene, TARGET, until};
+use super::support::supervised::{Job, REQUEUE, Supervised, notified, status};
 use super::support::{Target, step_of};
-
-/// The status that a scheduler takes as a wish to start the job again.
-const REQUEUE: i32 = 75;
-
-/// A job under `run` or `watch`, and what it printed.
-#[derive(Debug)]
-struct Supervised {
-    process: Process,
-    said: Vec<String>,
-    job_pid: Option<u32>,
-    /// Holds the configuration.
-    _saver: Saver,
-}
-
-/// What a supervision has ended with.
-#[derive(Debug)]
-struct Ended {
-    code: i32,
-    said: Vec<String>,
-    stderr: String,
-}
-
-impl Supervised {
-    fn start((saver, mut command): (Saver, Command)) -> Self {
-        Self {
-            process: Process::start(&mut command),
-            said: Vec::new(),
-            job_pid: None,
-            _saver: saver,
-        }
-    }
-
-    /// The next line of the job; `None` at the end.
-    fn next_line(&mut self) -> Option<String> {
-        let line = self.process.next_line()?;
-        self.note(&line);
-        Some(line)
-    }
-
-    fn note(&mut self, line: &str) {
-        if let Some((_, pid)) = line.split_once(" pid ") {
-            self.job_pid = pid.trim().parse().ok();
-        }
-        self.said.push(line.to_owned());
-    }
-
-    fn end_the_job(&self) {
-        if let Some(pid) = self.job_pid {
-            let kill = format!("kill -9 {pid} 2>/dev/null");
-            let _ = Command::new("sh").args(["-c", &kill]).status();
-        }
-    }
-
-    fn wait_for(&mut self, start: &str) -> String {
-        while let Some(line) = self.next_line() {
-            if line.starts_with(start) {
-                return line;
-            }
-        }
-        panic!(
-            "no line `{start}…`: {:?} {}",
-            self.said,
-            self.process.wait().1
-        );
-    }
-
-    fn ends(mut self) -> Ended {
-        let started = Instant::now();
-        while !self.process.has_ended() {
-            assert!(started.elapsed() < PATIENCE, "{:?}", self.said);
-            std::thread::sleep(Duration::from_millis(2));
-            while let Some(line) = self.process.ready_line() {
-                self.note(&line);
-            }
-        }
-        // Where it was not ended, the job has our pipes.
-        self.end_the_job();
-        while self.next_line().is_some() {}
-        let (status, stderr) = self.process.wait();
-        Ended {
-            code: status.code().unwrap_or(-1),
-            said: std::mem::take(&mut self.said),
-            stderr,
-        }
-    }
-}
-
-impl Drop for Supervised {
-    fn drop(&mut self) {
-        if self.process.has_ended() {
-            return;
-        }
-        // It outlives whoever watches over it.
-        self.process.kill();
-        self.end_the_job();
-    }
-}
-
-/// A job of so many steps, and how it is started again.
-struct Job<'a> {
-    scene: &'a Scene,
-    args: String,
-    config: String,
-    /// Of its node.
-    state: PathBuf,
-}
-
-impl<'a> Job<'a> {
-    fn new(scene: &'a Scene, args: &str) -> Self {
-        Self {
-            scene,
-            args: args.to_owned(),
-            config: String::new(),
-            state: scene.state_dir(),
-        }
-    }
-
-    /// On another node.
-    fn elsewhere(&self) -> Self {
-        Self {
-            scene: self.scene,
-            args: self.args.clone(),
-            config: self.config.clone(),
-            state: self.state.with_extension("elsewhere"),
-        }
-    }
-
-    /// More lines of the configuration, behind `[job]`'s.
-    fn with(self, config: &str) -> Self {
-        Self {
-            config: config.to_owned(),
-            ..self
-        }
-    }
-
-    fn command(&self, driver: &str) -> (Saver, Command) {
-        self.command_with(driver, true)
-    }
-
-    fn command_with(&self, driver: &str, can_be_restored: bool) -> (Saver, Command) {
-        let testkit = testkit();
-        let words = self.args.split_whitespace();
-        let mut again = vec![testkit.display().to_string(), "target".to_owned()];
-        again.extend(words.clone().map(str::to_owned));
-        again.push("--suspended".to_owned());
-        let state = &self.state;
-        let restore = match can_be_restored {
-            true => format!("restore_command = {}\n", json!(again)),
-            false => String::new(),
-        };
-        let config = format!(
-            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n{restore}{}",
-            state.display(),
-            self.config
-        );
-        let saver = self.scene.saver_with("job", driver, &config);
-        let mut command = saver.cli.command("run");
-        command.arg("--").arg(testkit).arg("target").args(words);
-        (saver, command)
-    }
-
-    fn start(&self) -> Supervised {
-        Supervised::start(self.command(""))
-    }
-}
-
-/// Brings a notice to the supervision on the scene's node, as soon as it listens, and waits for the verdict.
-fn notified(scene: &Scene, left_seconds: Option<f64>) -> Verdict {
-    let path = scene.state_dir().join("job.sock");
-    let started = Instant::now();
-    loop {
-        match ask(&path, &Question::Notify { left_seconds }) {
-            Ok(Answer::Verdict(verdict)) => return verdict,
-            Ok(other) => panic!("{other:?}"),
-            Err(error) => assert!(started.elapsed() < PATIENCE, "{error}"),
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
 
 /// The lines of one life of the job that tell a digest.
 fn digests(said: &[String]) -> Vec<String> {
@@ -622,15 +443,23 @@ const PHASES: [(&str, &str, &str); 7] = [
 enum Meanwhile {
     SecondSignal,
     ShorterNotice,
+    /// Of a signal.
     JobDies,
+    /// With [`ITS_STATUS`], which is its own affair.
+    JobExits,
 }
+
+/// What nobody else ends with.
+const ITS_STATUS: i32 = 3;
 
 fn held_up(phase: (&str, &str, &str), meanwhile: Meanwhile) {
     let (name, operation, what) = phase;
     let told = format!("{name}, {meanwhile:?}");
     let scene = Scene::new(&[]);
+    let its_end = scene.state_dir().with_extension("status");
+    let args = format!("{TARGET} --exit-when {}", its_end.display());
     let job =
-        Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\ncontexts = \"at-notice\"\n");
+        Job::new(&scene, &args).with("[preempt]\nnotice = \"60s\"\ncontexts = \"at-notice\"\n");
     let driver = match operation {
         "" => format!("fault={what}#1=stall:700"),
         _ => String::new(),
@@ -652,17 +481,28 @@ fn held_up(phase: (&str, &str, &str), meanwhile: Meanwhile) {
             assert_eq!((verdict.exit_code, verdict.cause), (0, vec![]), "{told}");
         }
         Meanwhile::JobDies => run.end_the_job(),
+        Meanwhile::JobExits => {
+            std::fs::write(&its_end, format!("{ITS_STATUS}\n")).expect("a status");
+        }
     }
     let ended = run.ends();
     let images = scene.images("job").len();
-    if meanwhile == Meanwhile::JobDies {
-        // Its own status; if the save had looked at it for the last time there is an image, and it is as good as ended by us.
-        let code = if images == 1 { REQUEUE } else { 137 };
+    let its_own = match meanwhile {
+        Meanwhile::JobDies => Some(137),
+        Meanwhile::JobExits => Some(ITS_STATUS),
+        Meanwhile::SecondSignal | Meanwhile::ShorterNotice => None,
+    };
+    if let Some(its_own) = its_own {
+        // If the save had looked at it for the last time there is an image, and it is as good as ended by us.
+        let code = if images == 1 { REQUEUE } else { its_own };
         assert_eq!(ended.code, code, "{told}: {ended:?}");
         assert!(images == 0 || name == "commit", "{told}: {images}");
     } else {
         assert_eq!(ended.code, REQUEUE, "{told}: {ended:?}");
         assert_eq!(images, 1, "{told}");
+    }
+    if its_end.exists() {
+        std::fs::remove_file(&its_end).expect("the status");
     }
     // Whatever happened, the next start is right: from the image, or afresh.
     let mut next = job.start();
@@ -678,6 +518,7 @@ fn what_happens_while_a_save_is_under_way_does_no_harm() {
                 Meanwhile::SecondSignal,
                 Meanwhile::ShorterNotice,
                 Meanwhile::JobDies,
+                Meanwhile::JobExits,
             ] {
                 scope.spawn(move || held_up(phase, meanwhile));
             }
@@ -690,9 +531,7 @@ fn a_notice_that_becomes_too_short_ends_the_save_in_time() {
     let scene = Scene::new(&[]);
     let job = Job::new(&scene, TARGET).with("[preempt]\nnotice = \"60s\"\nmargin = \"500ms\"\n");
     // Its requests would be tried for two minutes.
-    let (saver, command) = job.command("");
-    let patient = saver.cli.config_text().replace("1500ms", "120s");
-    let mut run = Supervised::start((saver.with_config(&patient), command));
+    let mut run = job.start_patiently();
     run.wait_for("step 2 ");
     scene.server.set_rules(&json!([
         {"op": "UploadPart", "always": true, "action": {"stall": true}},
@@ -749,15 +588,8 @@ fn a_save_that_does_not_fit_is_refused_and_the_job_has_the_signal() {
         run.wait_for("step ");
     }
     scene.server.set_rules(&json!([]));
-    let path = scene.state_dir().join("job.sock");
     // It took half of the job's time, so the next one is left out.
-    loop {
-        let Ok(Answer::Status(status)) = ask(&path, &Question::Status) else {
-            panic!("no status");
-        };
-        if status.saves_skipped > 0 {
-            break;
-        }
+    while status(&scene).saves_skipped == 0 {
         std::thread::sleep(Duration::from_millis(20));
     }
     let verdict = notified(&scene, Some(2.1));

@@ -10,6 +10,7 @@ pub(crate) mod process;
 pub(crate) mod python;
 pub(crate) mod s3_server;
 pub(crate) mod scene;
+pub(crate) mod supervised;
 pub(crate) mod target;
 
 pub(crate) use ckptstream::{Ckptstream, Run};

@@ -2,6 +2,8 @@
 //!
 //! In: the command line. Out: a [`Plan`] with one size and one fill kind per GPU. Fails on a list that does not fit the number of GPUs.
 
+use std::path::PathBuf;
+
 use super::TargetError;
 use super::fill::Fill;
 
@@ -39,6 +41,9 @@ pub(crate) struct Args {
     /// Come up suspended, as after CRIU: wait to be restored, then go on from what the image holds
     #[arg(long)]
     pub(super) suspended: bool,
+    /// Exit at once, whatever the process is doing, when this file is there, with the status that stands in its one line
+    #[arg(long, value_name = "FILE")]
+    pub(super) exit_when: Option<PathBuf>,
 }
 
 /// The memory and the work of a job, resolved.

@@ -14,7 +14,7 @@ mod job;
 mod layout;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -79,6 +79,9 @@ pub(crate) enum TargetError {
 
 /// Runs the target until its last step, or for ever.
 pub(crate) fn run(args: &Args) -> ExitCode {
+    if let Some(path) = args.exit_when.clone() {
+        std::thread::spawn(move || exit_when(&path));
+    }
     let Err(error) = live(args) else {
         return ExitCode::SUCCESS;
     };
@@ -141,6 +144,22 @@ fn live(args: &Args) -> Result<(), TargetError> {
         std::thread::sleep(Duration::from_millis(job.plan().step_pause_ms));
     }
     say(format_args!("done digest {}", job.digest()?))
+}
+
+/// Waits for the file. No call of CUDA is made here, so that a process exits, too, whose calls are held up because it is locked.
+fn exit_when(path: &Path) {
+    loop {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let line = text.strip_suffix('\n');
+        if let Some(status) = line.and_then(|line| line.parse::<u8>().ok()) {
+            #[expect(
+                clippy::exit,
+                reason = "it is what host code of a CUDA process may do at any time"
+            )]
+            std::process::exit(status.into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 fn is_digest_due<M: job::DeviceMemory>(job: &Job<M>, step: u64) -> bool {
