@@ -562,10 +562,10 @@ mod tests {
         for (table, keys) in KEYS {
             for key in *keys {
                 let value = match (*table, *key) {
-                    ("driver", "gpu_map") => "{}",
+                    ("driver", "gpu_map") | ("store", "tags") => "{}",
                     (_, "parallelism" | "threads" | "keep") => "1",
                     (_, "requeue_exit_code" | "interval_share") => "75",
-                    (_, "sign_payload" | "allow_gpu_only") => "true",
+                    (_, "sign_payload" | "allow_gpu_only" | "request_payer") => "true",
                     (_, "restore_command" | "sources" | "signals") => "[\"x\"]",
                     _ => "\"x\"",
                 };
