@@ -96,8 +96,8 @@ pub struct StoreConfig {
     pub parallelism: u32,
     /// What goes with every part.
     pub checksum: PartChecksum,
-    /// Sign the bodies too (SHA-256 over every byte), for stores and policies that demand it.
-    pub sign_payload: bool,
+    /// Sign the bodies too (SHA-256 over every byte), for stores and policies that demand it; `None` when they do.
+    pub sign_payload: Option<bool>,
     /// How long after its first failure an operation is tried again.
     pub retry_timeout: Duration,
     /// Limit for making a connection.
@@ -113,6 +113,8 @@ pub struct StoreConfig {
 /// The checksum that goes with every part as a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartChecksum {
+    /// CRC64NVME, or none once the store has refused it.
+    Auto,
     /// CRC64NVME, full object.
     Crc64Nvme,
     /// None, for stores that refuse it; our own digests decide in any case.
@@ -586,13 +588,14 @@ impl StoreConfig {
             checksum: Setting::file("store.checksum", store.checksum.as_deref())
                 .map(|word| {
                     word.word(&[
+                        ("auto", PartChecksum::Auto),
                         ("crc64nvme", PartChecksum::Crc64Nvme),
                         ("none", PartChecksum::None),
                     ])
                 })
                 .transpose()?
-                .unwrap_or(PartChecksum::Crc64Nvme),
-            sign_payload: store.sign_payload.unwrap_or(false),
+                .unwrap_or(PartChecksum::Auto),
+            sign_payload: store.sign_payload,
             retry_timeout: times.retry,
             connect_timeout: times.connect,
             request_timeout: times.request,

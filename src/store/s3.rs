@@ -5,11 +5,12 @@
 //! by [`fault`] from status and code.
 //!
 //! A part goes out as the list of buffers that it is, with a plain `Content-Length`, its CRC64NVME as a header and (by default) an unsigned
-//! payload: no trailer, no aws-chunked framing, no copy. For a store that does not know CRC64NVME (`store.checksum = "none"`) it carries Content-MD5, which every
+//! payload: no trailer, no aws-chunked framing, no copy. For a store that does not know CRC64NVME (`store.checksum = "none"`, or learned from its refusal: [`habits`]) it carries Content-MD5, which every
 //! store knows and buckets with Object Lock demand. Small requests have one limit (`store.request_timeout`). Parts, ranges and larger objects have none but
 //! `store.stall_timeout`: they may take as long as they like while bytes move.
 
 mod fault;
+mod habits;
 mod interceptors;
 mod payload;
 mod transport;
@@ -41,6 +42,7 @@ use futures::future::{BoxFuture, FutureExt};
 use tokio::time::{Instant, timeout};
 
 use self::fault::{Fault, transient};
+use self::habits::{Habits, Manner};
 use self::interceptors::{AnswerDate, ExtraHeaders, SignedPayload};
 use self::payload::{BODY_FRAME_LEN, Payload};
 use self::transport::{
@@ -52,7 +54,7 @@ use super::{
     Store, StoreError, UploadId, listing_name,
 };
 use crate::codec::Crc64;
-use crate::config::{PartChecksum, StoreConfig};
+use crate::config::StoreConfig;
 
 /// An answer to a part that was handed over whole, and to CompleteMultipartUpload, may take so many times the usual limit: kernel buffers drain over a
 /// slow line first, and assembling a large object is silent work.
@@ -71,8 +73,7 @@ pub struct S3Store {
     region: String,
     custom_endpoint: bool,
     path_style: bool,
-    checksum: PartChecksum,
-    sign_payload: bool,
+    habits: Habits,
     request_timeout: Duration,
     stall_timeout: Duration,
 }
@@ -140,8 +141,7 @@ impl S3Store {
             region,
             custom_endpoint: config.endpoint.is_some(),
             path_style: config.path_style,
-            checksum: config.checksum,
-            sign_payload: config.sign_payload,
+            habits: Habits::new(config),
             request_timeout: config.request_timeout,
             stall_timeout: config.stall_timeout,
         })
@@ -152,8 +152,16 @@ impl S3Store {
         format!("{}{key}", self.prefix)
     }
 
-    fn checksummed(&self) -> bool {
-        self.checksum == PartChecksum::Crc64Nvme
+    /// The answer to a request that was made in this manner; `None` when it is to be made again, as the store wants it.
+    fn settled<T>(
+        &self,
+        made: Manner,
+        answer: Result<T, Box<Fault>>,
+    ) -> Option<Result<T, StoreError>> {
+        match answer {
+            Err(fault) if self.habits.learn(made, &fault, &self.describe()) => None,
+            answer => Some(answer.map_err(StoreError::from)),
+        }
     }
 
     /// Longest wait for an answer that may take the store some work.
@@ -180,14 +188,14 @@ impl S3Store {
     }
 
     /// Sorts a failure by what the caller does about it.
-    async fn begin(&self, key: &Key) -> Result<UploadId, StoreError> {
+    async fn begin(&self, key: &Key, manner: Manner) -> Result<UploadId, Box<Fault>> {
         const OPERATION: &str = "CreateMultipartUpload";
         let mut request = self
             .client
             .create_multipart_upload()
             .bucket(&self.bucket)
             .key(self.full(key));
-        if self.checksummed() {
+        if manner.with_checksum {
             request = request
                 .checksum_algorithm(ChecksumAlgorithm::Crc64Nvme)
                 .checksum_type(ChecksumType::FullObject);
@@ -206,8 +214,7 @@ impl S3Store {
                 OPERATION,
                 key.as_str(),
                 "the answer names no upload id".to_owned(),
-            )
-            .error),
+            )),
         }
     }
 
@@ -217,10 +224,11 @@ impl S3Store {
         upload: &UploadId,
         number: PartNumber,
         body: PartBody,
-    ) -> Result<PartReceipt, StoreError> {
+        manner: Manner,
+    ) -> Result<PartReceipt, Box<Fault>> {
         const OPERATION: &str = "UploadPart";
         let PartBody { pieces, crc64, .. } = body;
-        let payload = self.payload(pieces).await;
+        let payload = Payload::new(pieces, manner).await;
         let len = payload.len;
         let mut request = self
             .client
@@ -232,7 +240,7 @@ impl S3Store {
             .content_length(payload.content_length())
             .set_content_md5(payload.digests.md5)
             .body(payload.body);
-        if self.checksummed() {
+        if manner.with_checksum {
             request = request.checksum_crc64_nvme(Crc64::from_value(crc64).to_base64());
         }
         let request = request.customize();
@@ -245,10 +253,10 @@ impl S3Store {
         let answer = request.await?;
         if let Some(sum) = answer.checksum_crc64_nvme.as_deref().and_then(crc64_value)
             && sum != crc64
-            && self.checksummed()
+            && manner.with_checksum
         {
             let what = format!("the store took part {number} as CRC64NVME {sum:x}, sent {crc64:x}");
-            return Err(transient(OPERATION, key.as_str(), what).error);
+            return Err(transient(OPERATION, key.as_str(), what));
         }
         let etag = tag(OPERATION, key, answer.e_tag)?;
         Ok(PartReceipt {
@@ -257,11 +265,6 @@ impl S3Store {
             len,
             crc64,
         })
-    }
-
-    /// A request's body, with the digests that this store asks for.
-    async fn payload(&self, pieces: Vec<Bytes>) -> Payload {
-        Payload::new(pieces, self.sign_payload, !self.checksummed()).await
     }
 
     /// Runs a request for as long as its body moves.
@@ -307,7 +310,8 @@ impl S3Store {
         parts: &[PartReceipt],
         len: u64,
         crc64: u64,
-    ) -> Result<(), StoreError> {
+        manner: Manner,
+    ) -> Result<(), Box<Fault>> {
         const OPERATION: &str = "CompleteMultipartUpload";
         let parts = parts.iter().map(|part| {
             let number = i32::from(part.number.get());
@@ -326,7 +330,7 @@ impl S3Store {
             .key(self.full(key))
             .upload_id(&upload.0)
             .multipart_upload(parts);
-        if self.checksummed() {
+        if manner.with_checksum {
             request = request
                 .checksum_crc64_nvme(Crc64::from_value(crc64).to_base64())
                 .checksum_type(ChecksumType::FullObject)
@@ -364,10 +368,15 @@ impl S3Store {
         }
     }
 
-    async fn create(&self, key: &Key, body: Bytes) -> Result<PutOutcome, StoreError> {
+    async fn create(
+        &self,
+        key: &Key,
+        body: Bytes,
+        manner: Manner,
+    ) -> Result<PutOutcome, Box<Fault>> {
         const OPERATION: &str = "PutObject";
-        let crc64 = self.checksummed().then(|| Crc64::of(&body).to_base64());
-        let payload = self.payload(vec![body]).await;
+        let crc64 = manner.with_checksum.then(|| Crc64::of(&body).to_base64());
+        let payload = Payload::new(vec![body], manner).await;
         let len = payload.len;
         let request = self
             .client
@@ -399,7 +408,7 @@ impl S3Store {
                 Ok(PutOutcome::Created)
             }
             Err(fault) if fault.status == Some(412) => Ok(PutOutcome::AlreadyExists),
-            Err(fault) => Err(fault.error),
+            Err(fault) => Err(fault),
         }
     }
 
@@ -568,7 +577,7 @@ impl S3Store {
             .head_object()
             .bucket(&self.bucket)
             .key(self.full(key));
-        if self.checksummed() {
+        if self.habits.now().with_checksum {
             request = request.checksum_mode(ChecksumMode::Enabled);
         }
         let request = request
@@ -813,16 +822,25 @@ async fn load_sdk_config(config: &StoreConfig, chain_client: SharedHttpClient) -
 
 /// The tag of an answer about an object. Every S3 store gives one, so an answer without it is not the store's, or was cut: a 200 with an error document, or with
 /// nothing at all. Whether the request took effect is not known.
-fn tag(operation: &'static str, key: &Key, found: Option<String>) -> Result<String, StoreError> {
+fn tag(operation: &'static str, key: &Key, found: Option<String>) -> Result<String, Box<Fault>> {
     found.ok_or_else(|| {
         let what = "the answer names no ETag".to_owned();
-        transient(operation, key.as_str(), what).error
+        transient(operation, key.as_str(), what)
     })
 }
 
 impl Store for S3Store {
     fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>> {
-        self.begin(key).boxed()
+        async move {
+            loop {
+                let made = self.habits.now();
+                let answer = self.begin(key, made).await;
+                if let Some(answer) = self.settled(made, answer) {
+                    return answer;
+                }
+            }
+        }
+        .boxed()
     }
 
     fn put_part<'a>(
@@ -832,7 +850,16 @@ impl Store for S3Store {
         number: PartNumber,
         body: PartBody,
     ) -> BoxFuture<'a, Result<PartReceipt, StoreError>> {
-        self.part(key, upload, number, body).boxed()
+        async move {
+            loop {
+                let made = self.habits.now();
+                let answer = self.part(key, upload, number, body.clone(), made).await;
+                if let Some(answer) = self.settled(made, answer) {
+                    return answer;
+                }
+            }
+        }
+        .boxed()
     }
 
     fn complete_upload<'a>(
@@ -843,7 +870,16 @@ impl Store for S3Store {
         len: u64,
         crc64: u64,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.complete(key, upload, parts, len, crc64).boxed()
+        async move {
+            loop {
+                let made = self.habits.now();
+                let answer = self.complete(key, upload, parts, len, crc64, made).await;
+                if let Some(answer) = self.settled(made, answer) {
+                    return answer;
+                }
+            }
+        }
+        .boxed()
     }
 
     fn abort_upload<'a>(
@@ -859,7 +895,16 @@ impl Store for S3Store {
         key: &'a Key,
         body: Bytes,
     ) -> BoxFuture<'a, Result<PutOutcome, StoreError>> {
-        self.create(key, body).boxed()
+        async move {
+            loop {
+                let made = self.habits.now();
+                let answer = self.create(key, body.clone(), made).await;
+                if let Some(answer) = self.settled(made, answer) {
+                    return answer;
+                }
+            }
+        }
+        .boxed()
     }
 
     fn get<'a>(

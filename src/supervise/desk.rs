@@ -26,6 +26,8 @@ use crate::preempt::Board;
 const QUESTION_LEN_MAX: u64 = 4096;
 /// A question has to come within this time.
 const QUESTION_WITHIN: Duration = Duration::from_secs(5);
+/// What it is doing it can say at any time.
+const STATUS_WITHIN: Duration = Duration::from_secs(10);
 /// Whoever waits for a verdict is answered before we end, within reason.
 const ANSWER_WITHIN: Duration = Duration::from_secs(1);
 
@@ -383,9 +385,18 @@ pub fn ask(path: &Path, question: &Question) -> io::Result<Answer> {
     let mut stream = std::os::unix::net::UnixStream::connect(path)?;
     let mut line = serde_json::to_vec(question)?;
     line.push(b'\n');
+    if let Question::Status = question {
+        stream.set_read_timeout(Some(STATUS_WITHIN))?;
+    }
     stream.write_all(&line)?;
     let mut answer = String::new();
-    std::io::BufReader::new(stream).read_line(&mut answer)?;
+    match std::io::BufReader::new(stream).read_line(&mut answer) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            let why = format!("no answer within {STATUS_WITHIN:?}: is it stopped?");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        }
+        read => read?,
+    };
     if answer.is_empty() {
         let why = "it ended before it answered";
         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, why));

@@ -353,7 +353,7 @@ fn config(endpoint: &str, prefix: &str) -> StoreConfig {
         part_size: None,
         parallelism: 4,
         checksum: PartChecksum::Crc64Nvme,
-        sign_payload: false,
+        sign_payload: Some(false),
         retry_timeout: Duration::from_secs(30),
         connect_timeout: Duration::from_secs(5),
         request_timeout: Duration::from_secs(10),
@@ -408,7 +408,7 @@ async fn s3_keeps_the_contract() {
     let unprefixed = config(&server.endpoint, "");
     contract(&patient(connect(&unprefixed).await.unwrap()).0).await;
     let signed = StoreConfig {
-        sign_payload: true,
+        sign_payload: Some(true),
         ..config(&server.endpoint, "signed")
     };
     contract(&connect(&signed).await.unwrap()).await;
@@ -425,7 +425,7 @@ async fn another_s3_keeps_the_contract() {
     for sign_payload in [false, true] {
         let prefix = format!("test-{}-{sign_payload}", std::process::id());
         let config = StoreConfig {
-            sign_payload,
+            sign_payload: Some(sign_payload),
             ..config(&endpoint, &prefix)
         };
         contract(&connect(&config).await.unwrap()).await;
@@ -749,7 +749,7 @@ async fn requests_carry_what_they_must_and_nothing_else() {
         ..config(&server.endpoint, "none")
     };
     let signed = StoreConfig {
-        sign_payload: true,
+        sign_payload: Some(true),
         ..config(&server.endpoint, "signed")
     };
     for (config, rules) in [

@@ -6,6 +6,7 @@ use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 
 use super::S3Store;
+use super::habits::Wants;
 use crate::error::one_line;
 use crate::store::StoreError;
 
@@ -13,6 +14,8 @@ use crate::store::StoreError;
 pub(super) struct Fault {
     pub(super) status: Option<u16>,
     pub(super) code: String,
+    /// How the store would have the request.
+    pub(super) wants: Option<Wants>,
     pub(super) error: StoreError,
 }
 
@@ -28,6 +31,7 @@ pub(super) fn transient(operation: &'static str, key: &str, what: String) -> Box
     Box::new(Fault {
         status: None,
         code: String::new(),
+        wants: None,
         error: StoreError::Transient {
             operation,
             key,
@@ -73,6 +77,24 @@ impl Said {
             bucket_region: header("x-amz-bucket-region").map(str::to_owned),
         }
     }
+
+    /// What a refusal with these words is cured with.
+    fn wants(&self) -> Option<Wants> {
+        let lower = self.text.to_ascii_lowercase();
+        let has = |words: &[&str]| words.iter().any(|word| lower.contains(word));
+        if has(&[
+            "content-sha256",
+            "contentsha256",
+            "unsigned-payload",
+            "unsigned payload",
+        ]) {
+            Some(Wants::SignedBodies)
+        } else if has(&["checksum", "trailer", "aws-chunked", "missingcontentlength"]) {
+            Some(Wants::NoChecksum)
+        } else {
+            None
+        }
+    }
 }
 
 impl S3Store {
@@ -88,6 +110,7 @@ impl S3Store {
     {
         let said = Said::by(&error);
         let passing = Passing::of_error(operation, &error, &said);
+        let wants = said.wants();
         let key = key.to_owned();
         let sorted = match passing {
             Passing::SlowDown => StoreError::SlowDown {
@@ -128,6 +151,7 @@ impl S3Store {
         };
         Fault {
             status: said.status,
+            wants: wants.filter(|_| matches!(sorted, StoreError::Refused { .. })),
             code: said.code,
             error: sorted,
         }
@@ -196,17 +220,16 @@ impl S3Store {
         ]) {
             return "; credentials come from the environment (AWS_ACCESS_KEY_ID …), the AWS profile or the instance's role".to_owned();
         }
-        if has(&[
-            "content-sha256",
-            "contentsha256",
-            "unsigned-payload",
-            "unsigned payload",
-        ]) {
-            return "; a store that wants signed bodies needs store.sign_payload = true".to_owned();
-        }
-        if has(&["checksum", "trailer", "aws-chunked", "missingcontentlength"]) {
-            return "; a store that does not know CRC64NVME needs store.checksum = \"none\""
-                .to_owned();
+        match said.wants() {
+            Some(Wants::SignedBodies) => {
+                return "; a store that wants signed bodies needs store.sign_payload = true"
+                    .to_owned();
+            }
+            Some(Wants::NoChecksum) => {
+                return "; a store that does not know CRC64NVME needs store.checksum = \"none\""
+                    .to_owned();
+            }
+            None => {}
         }
         if has(&["conditional", "if-none-match", "notimplemented"]) && operation == "PutObject" {
             return "; the log needs a store that honours If-None-Match".to_owned();

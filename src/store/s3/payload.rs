@@ -19,6 +19,8 @@ use http_body::{Body, Frame, SizeHint};
 use md5::Md5;
 use sha2::Sha256;
 
+use super::habits::Manner;
+
 /// Bytes of a body that are handed to the connection at once. Small, so that progress is seen on a slow line; large against the cost of a call.
 pub(super) const BODY_FRAME_LEN: usize = 256 * 1024;
 
@@ -42,8 +44,9 @@ pub(super) struct Digests {
 }
 
 impl Payload {
-    /// A body of these buffers, with the digests that are asked for.
-    pub(super) async fn new(pieces: Vec<Bytes>, with_sha256: bool, with_md5: bool) -> Self {
+    /// A body of these buffers, with the digests that its manner asks for.
+    pub(super) async fn new(pieces: Vec<Bytes>, manner: Manner) -> Self {
+        let (with_sha256, with_md5) = (manner.signs_body, !manner.with_checksum);
         let digests = match with_sha256 || with_md5 {
             true => Digests::of(pieces.clone(), with_sha256, with_md5).await,
             false => Digests::default(),
@@ -139,6 +142,13 @@ impl Body for PayloadStream {
 mod tests {
     use super::*;
 
+    fn manner(with_digests: bool) -> Manner {
+        Manner {
+            with_checksum: !with_digests,
+            signs_body: with_digests,
+        }
+    }
+
     #[tokio::test]
     async fn digests_cover_all_pieces_in_the_form_that_the_headers_want() {
         let pieces = vec![
@@ -146,7 +156,7 @@ mod tests {
             Bytes::new(),
             Bytes::from_static(b"bc"),
         ];
-        let payload = Payload::new(pieces.clone(), true, true).await;
+        let payload = Payload::new(pieces.clone(), manner(true)).await;
         assert_eq!(payload.len, 3);
         // RFC 1321 and FIPS 180-2, both of "abc".
         assert_eq!(
@@ -155,7 +165,7 @@ mod tests {
         );
         let sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(payload.digests.sha256.as_deref(), Some(sha256));
-        let bare = Payload::new(pieces, false, false).await;
+        let bare = Payload::new(pieces, manner(false)).await;
         assert!(bare.digests.md5.is_none() && bare.digests.sha256.is_none());
     }
 }
