@@ -69,6 +69,8 @@ pub enum Then {
     Suspend,
     /// It gets its memory back from the image that was just stored, and runs on.
     Resume,
+    /// The same, unless a deadline is known by then: the node goes away, and there is nothing to run on for.
+    ResumeUnlessDue,
 }
 
 /// Saves a running CUDA process.
@@ -257,7 +259,10 @@ fn save_prepared(
     let free_again = match (afterwards, then) {
         (Afterwards::Runs { since }, _) => Ok(since),
         (Afterwards::Suspended(_), Then::Suspend) => Ok(committed.suspended_at),
-        (Afterwards::Suspended(suspended), Then::Resume) => {
+        (Afterwards::Suspended(_), Then::ResumeUnlessDue) if session.deadline().is_some() => {
+            Ok(committed.suspended_at)
+        }
+        (Afterwards::Suspended(suspended), Then::Resume | Then::ResumeUnlessDue) => {
             let image = &committed.image;
             resume(session, clock, &driver, custody, suspended, image)
         }
@@ -339,6 +344,16 @@ impl Armed {
         let driver = &self.prepared.driver;
         let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
         used.sum()
+    }
+
+    /// There is no spill to be had that it should have.
+    pub fn has_its_spill(&self) -> bool {
+        self.prepared.spill.is_ok()
+    }
+
+    /// The very process still lives.
+    pub fn target_lives(&self) -> bool {
+        self.custody.target.is_alive()
     }
 
     /// The target's pid.
@@ -436,7 +451,7 @@ fn on_failure(session: &Session, then: Then) -> OnFailure {
     let spill = &session.config.spill;
     spill.on_failure.unwrap_or(match (&spill.place, then) {
         (Some(_), Then::Suspend) => OnFailure::Spill,
-        (Some(_), Then::Resume) => OnFailure::GiveBack,
+        (Some(_), Then::Resume | Then::ResumeUnlessDue) => OnFailure::GiveBack,
         (None, _) => OnFailure::Hold,
     })
 }
@@ -1011,7 +1026,7 @@ fn resume(
 /// A target that was to stay suspended has to be there. One that was to run on may have come to its end.
 fn must_be_as_asked(outcome: Outcome, then: Then) -> Result<Outcome, Failure> {
     let is_gone = outcome.targets.iter().any(|target| target.state == "gone");
-    if !is_gone || then == Then::Resume {
+    if !is_gone || then != Then::Suspend {
         return Ok(outcome);
     }
     let why = "the target died when its memory had been let go";

@@ -70,6 +70,10 @@ const COUNTED_WITHIN: Duration = Duration::from_secs(2);
 /// What is done on the side is waited for at the end, within reason.
 const ON_THE_SIDE_ENDS_WITHIN: Duration = Duration::from_secs(5);
 
+/// What is to be said in the job's log is said within this time, and within what a notice leaves, but not in less than the least.
+const LOGGED_WITHIN: Duration = Duration::from_secs(30);
+const LOGGED_WITHIN_LEAST: Duration = Duration::from_secs(2);
+
 /// Pause before a save that failed is tried again.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
@@ -139,6 +143,8 @@ struct Watch {
     arming: Arming,
     /// Bytes of GPU memory per second, from the notice to the commit, of the last save.
     rate: Option<f64>,
+    /// Times that a save was refused for this notice, for a reason that may pass.
+    refusals: u32,
     /// As many notices were raised when the last one was refused.
     refused: u64,
     /// Not before this moment.
@@ -159,6 +165,7 @@ impl Watch {
         Self {
             arming,
             rate: None,
+            refusals: 0,
             refused: 0,
             not_before: None,
             next_interval,
@@ -371,19 +378,35 @@ impl<'a> Supervisor<'a> {
     /// Nothing came of it: whoever had the job before may go on.
     fn give_up_the_job(&self) {
         let given_up = self.with_ours(async |ours, store| ours.give_up(store).await);
-        if let Some(Err(error)) = given_up {
+        if let Some(Some(Err(error))) = given_up {
             tracing::warn!("the job stays opened in its log: {}", one_line(&error));
         }
     }
 
-    /// Something to do with the job's log.
-    fn with_ours<T>(&self, deed: impl AsyncFn(&mut Ownership, &dyn Store) -> T) -> Option<T> {
+    /// Something to do with the job's log; `None` where the job is not ours, `Some(None)` where the store did not answer in time.
+    fn with_ours<T>(
+        &self,
+        deed: impl AsyncFn(&mut Ownership, &dyn Store) -> T,
+    ) -> Option<Option<T>> {
         let ours = self.session.ours.as_ref()?;
         let store = &*self.session.store_for_clean_up;
-        Some(self.session.wait(async {
+        // Whoever waits for us does not wait for a store that does not answer.
+        let notice = self.board.standing();
+        let left = notice.earliest().map_or(LOGGED_WITHIN, |notice| {
+            notice.gone_at.saturating_duration_since(Instant::now())
+        });
+        let limit = left.clamp(LOGGED_WITHIN_LEAST, LOGGED_WITHIN);
+        let doing = async {
             let mut ours = ours.lock().await;
             deed(&mut ours, store).await
-        }))
+        };
+        let done = self
+            .session
+            .wait(async { tokio::time::timeout(limit, doing).await });
+        if done.is_err() {
+            tracing::warn!("the job's log does not have our word: no answer within {limit:.1?}");
+        }
+        Some(done.ok())
     }
 
     fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
@@ -446,14 +469,14 @@ impl<'a> Supervisor<'a> {
                             let status = self.session.wait(job.ended());
                             return Ok(self.ended_by_itself(status));
                         }
-                        Saved::RunsOn(failure) => {
+                        Saved::RunsOn(failure) if self.may_try_again(&notice) => {
                             tell(
                                 "the save failed, and the job runs; it is tried again",
                                 &failure,
                             );
                             watch.not_before = Some(Instant::now() + TRY_AGAIN_AFTER);
                         }
-                        Saved::Refused(failure) => {
+                        Saved::Refused(failure) | Saved::RunsOn(failure) => {
                             tell(
                                 "the job is not saved, and has the rest of the time for itself",
                                 &failure,
@@ -472,7 +495,14 @@ impl<'a> Supervisor<'a> {
                     };
                     self.count(&saved);
                     match saved {
-                        Saved::Committed(_) | Saved::JobEnded => {}
+                        Saved::Committed(outcome) if is_suspended(&outcome) => {
+                            return self.end(job, &outcome);
+                        }
+                        Saved::Committed(outcome) => tracing::info!(
+                            "image {} is committed, and the job runs on",
+                            outcome.image
+                        ),
+                        Saved::JobEnded => {}
                         Saved::RunsOn(failure) | Saved::Refused(failure) => {
                             tell("the job was not saved, and runs on", &failure);
                         }
@@ -482,6 +512,14 @@ impl<'a> Supervisor<'a> {
                 }
             }
         }
+    }
+
+    /// There is time for another save.
+    fn may_try_again(&self, notice: &Notice) -> bool {
+        let standing = self.board.standing();
+        let notice = standing.earliest().unwrap_or(notice);
+        let due = notice.due(self.session.config.preempt.margin);
+        Instant::now() + TRY_AGAIN_AFTER < due
     }
 
     fn tell_of(&self, arming: &Arming) {
@@ -589,7 +627,7 @@ impl<'a> Supervisor<'a> {
             ours.must_be_ours(store).await?;
             ours.finish(store, Some(code)).await
         });
-        match told {
+        match told.flatten() {
             Some(Err(OwnershipError::Fenced { what, .. })) => {
                 tracing::warn!("the job {status} here, and lives elsewhere: {what}");
             }
@@ -600,6 +638,14 @@ impl<'a> Supervisor<'a> {
             _ => {}
         }
     }
+}
+
+/// It was saved in passing, and a notice came before it could run on.
+fn is_suspended(outcome: &Outcome) -> bool {
+    outcome
+        .targets
+        .iter()
+        .all(|target| target.state == "checkpointed")
 }
 
 fn verdict_of(failure: &Failure) -> Verdict {

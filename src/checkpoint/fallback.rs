@@ -235,7 +235,7 @@ pub(super) fn upload_afterwards(
     around.custody.note(Step::Sealed);
     clock.enter(Phase::Complete);
     let may_run = match around.then {
-        Then::Resume => why_others_have_it(around),
+        Then::Resume | Then::ResumeUnlessDue => why_others_have_it(around),
         Then::Suspend => Ok(()),
     };
     let completed = complete(around, begun);
@@ -243,11 +243,11 @@ pub(super) fn upload_afterwards(
     let suspended_at = Instant::now();
     let afterwards = match (completed, around.then) {
         (Ok(suspended), Then::Suspend) => Ok(Afterwards::Suspended(suspended)),
-        (Ok(_suspended), Then::Resume) if may_run.is_err() => {
+        (Ok(_suspended), Then::Resume | Then::ResumeUnlessDue) if may_run.is_err() => {
             let why = may_run.err().flatten().unwrap_or_default();
             Err(lost(driver, target, Phase::Restore, why.into()))
         }
-        (Ok(suspended), Then::Resume) => {
+        (Ok(suspended), Then::Resume | Then::ResumeUnlessDue) => {
             let reading = spill.session(session);
             let process = (around.custody, suspended);
             restore::bring_back(

@@ -4,23 +4,30 @@
 //!
 //! It costs the job some GPU memory for our contexts (`preempt.contexts`), and the node the pinned buffers. Nothing is asked of the GPUs meanwhile.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::process::JobProcess;
 use crate::checkpoint::{self, Armed};
 use crate::config::Contexts;
-use crate::driver::{Driver, ProcessState};
+use crate::driver::{Driver, DriverCode, DriverError, ProcessState};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::pipeline::PipelineError;
 use crate::session::Session;
-use crate::target::descendants;
+use crate::target::{Target, descendants};
 
 /// Uploads that nobody uses are not kept for longer: stores and `gc` give up what is older than a day.
 const ANEW_AFTER: Duration = Duration::from_secs(3600);
 /// Pause between two looks for the job's GPU process, and at what is under way.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// The same for a job that has used no GPU for so long.
+const LOOK_LESS: Duration = Duration::from_secs(2);
+const SOON: Duration = Duration::from_secs(20);
+/// The driver says in what state a process is at once, or it hangs.
+const STATE_WITHIN: Duration = Duration::from_secs(2);
+/// A save that is prepared without the spill that it should have is prepared anew after this time.
+const WITH_A_SPILL_AFTER: Duration = Duration::from_secs(30);
 /// The same once it is prepared.
 const LOOK_SELDOM: Duration = Duration::from_secs(60);
 /// A driver or a disk that hangs is not waited for any longer past the deadline.
@@ -41,6 +48,21 @@ pub(super) struct Arming {
     /// After the next failure.
     pause: Duration,
     why_not: Option<String>,
+    /// What gives back what was prepared before. As long as it works the target, and the spill, are not to be had.
+    leaving: Option<JoinHandle<()>>,
+    /// Since the job was watched over first.
+    since: Instant,
+}
+
+/// What there is of a prepared save.
+#[derive(Debug)]
+pub(super) enum Taken {
+    /// It is ready.
+    Ready(Box<Armed>),
+    /// Nothing is prepared.
+    Nothing,
+    /// It is still coming, and there was no more time to wait for it.
+    Coming,
 }
 
 #[derive(Debug)]
@@ -142,6 +164,8 @@ impl Arming {
             not_before: Instant::now(),
             pause: PAUSE,
             why_not: None,
+            leaving: None,
+            since: Instant::now(),
         }
     }
 
@@ -150,7 +174,8 @@ impl Arming {
         match std::mem::replace(&mut self.state, State::Down) {
             State::Down => {
                 let is_wanted = self.session.config.preempt.contexts == Contexts::Eager
-                    && Instant::now() >= self.not_before;
+                    && Instant::now() >= self.not_before
+                    && !self.is_leaving();
                 is_wanted && self.begin(job, None)
             }
             State::Coming(coming) if !coming.thread.is_finished() => {
@@ -169,8 +194,9 @@ impl Arming {
                 true
             }
             State::Up(armed) => {
-                let is_old = armed.age() >= ANEW_AFTER && sees_the_store;
-                if is_old || !self.is_for(&armed, job) {
+                let is_old = armed.age() >= ANEW_AFTER
+                    || (!armed.has_its_spill() && armed.age() >= WITH_A_SPILL_AFTER);
+                if (is_old && sees_the_store) || self.is_of_no_use(&armed, job) {
                     return self.begin(job, Some(armed));
                 }
                 self.state = State::Up(armed);
@@ -179,12 +205,16 @@ impl Arming {
         }
     }
 
-    /// The job's one GPU process is still the one that it was prepared for.
-    fn is_for(&self, armed: &Armed, job: &JobProcess) -> bool {
+    /// The job's GPU process is another one than that which it was prepared for. A look that fails says nothing.
+    fn is_of_no_use(&self, armed: &Armed, job: &JobProcess) -> bool {
         let Some(driver) = self.driver.get() else {
             return false;
         };
-        matches!(gpu_process(driver, job), Ok(Some(pid)) if pid == armed.pid())
+        match gpu_process(driver, job) {
+            Ok(Some(pid)) => pid != armed.pid(),
+            Ok(None) => !armed.target_lives(),
+            Err(failure) => failure.code == ExitCode::Preflight,
+        }
     }
 
     /// Begins to prepare a save, after what was prepared `before` was given back. Whether anything changed.
@@ -202,9 +232,9 @@ impl Arming {
         };
         let is_new = before.is_some() || self.why_not.as_ref() != Some(&why_not);
         self.why_not = Some(why_not);
-        before
-            .into_iter()
-            .for_each(|armed| leave(*armed, &self.on_the_side));
+        if let Some(armed) = before {
+            self.leaving = leave(*armed, &self.on_the_side);
+        }
         is_new
     }
 
@@ -241,6 +271,10 @@ impl Arming {
 
     /// When to look after it next.
     pub(super) fn next_look(&self) -> Instant {
+        let every = match self.since.elapsed() < SOON {
+            true => LOOK_EVERY,
+            false => LOOK_LESS,
+        };
         let soon = Instant::now() + LOOK_EVERY;
         match &self.state {
             State::Up(_) => Instant::now() + LOOK_SELDOM,
@@ -248,7 +282,7 @@ impl Arming {
             State::Down if self.session.config.preempt.contexts == Contexts::AtNotice => {
                 Instant::now() + LOOK_SELDOM
             }
-            State::Down => soon.max(self.not_before),
+            State::Down => (Instant::now() + every).max(self.not_before),
         }
     }
 
@@ -265,27 +299,41 @@ impl Arming {
         self.why_not.as_deref()
     }
 
-    /// Takes what is prepared; what is coming is waited for, until the deadline at most. `None`: nothing is.
-    pub(super) fn take(&mut self, deadline: Instant) -> Option<Armed> {
+    /// Gives back what was taken, in the background.
+    pub(super) fn leave(&mut self, armed: Armed) {
+        self.leaving = leave(armed, &self.on_the_side);
+    }
+
+    /// What was prepared before is still being given back.
+    pub(super) fn is_leaving(&self) -> bool {
+        let leaving = self.leaving.as_ref();
+        leaving.is_some_and(|thread| !thread.is_finished())
+    }
+
+    /// Takes what is prepared; what is coming is waited for, as long as `deadline` has a moment that is to come. It is asked again and again, because notices come and go.
+    pub(super) fn take(&mut self, deadline: impl Fn() -> Option<Instant>) -> Taken {
         match std::mem::replace(&mut self.state, State::Down) {
-            State::Down => None,
-            State::Up(armed) => Some(*armed),
+            State::Down => Taken::Nothing,
+            State::Up(armed) => Taken::Ready(armed),
             State::Coming(coming) => {
-                // A store that does not answer must not take the whole notice.
-                coming.session.set_deadline(Some(deadline));
-                let until = deadline + JOINED_WITHIN;
-                while !coming.thread.is_finished() && Instant::now() < until {
+                loop {
+                    let until = deadline();
+                    // A store that does not answer must not take the whole notice.
+                    coming.session.set_deadline(until);
+                    if coming.thread.is_finished() {
+                        break;
+                    }
+                    if until.is_none_or(|until| Instant::now() >= until + JOINED_WITHIN) {
+                        self.state = State::Coming(coming);
+                        return Taken::Coming;
+                    }
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                if !coming.thread.is_finished() {
-                    self.why_not = Some("what is prepared does not come to an end".to_owned());
-                    return None;
-                }
                 match join(coming.thread) {
-                    Ok(armed) => Some(armed),
+                    Ok(armed) => Taken::Ready(Box::new(armed)),
                     Err(failure) => {
                         self.failed(&failure);
-                        None
+                        Taken::Nothing
                     }
                 }
             }
@@ -294,23 +342,25 @@ impl Arming {
 
     /// Gives everything back: there will be no save any more.
     pub(super) fn stand_down_at_once(&mut self) {
-        if let Some(armed) = self.take(Instant::now()) {
+        let now = Instant::now();
+        if let Taken::Ready(armed) = self.take(|| Some(now)) {
             armed.stand_down();
         }
     }
 }
 
 /// Gives back what was prepared, in the background: the store may be slow.
-pub(super) fn leave(armed: Armed, on_the_side: &Arc<()>) {
+fn leave(armed: Armed, on_the_side: &Arc<()>) -> Option<JoinHandle<()>> {
     let leaving = std::thread::Builder::new().name("arming".to_owned());
     let on_the_side = Arc::clone(on_the_side);
     let leave = move || {
         let _on_the_side = on_the_side;
         armed.stand_down();
     };
-    if let Err(error) = leaving.spawn(leave) {
-        tracing::warn!("what was prepared is not given back: {error}");
-    }
+    let leaving = leaving.spawn(leave);
+    leaving
+        .inspect_err(|error| tracing::warn!("what was prepared is not given back: {error}"))
+        .ok()
 }
 
 fn join(thread: JoinHandle<Result<Armed, Failure>>) -> Result<Armed, Failure> {
@@ -323,11 +373,33 @@ fn join(thread: JoinHandle<Result<Armed, Failure>>) -> Result<Armed, Failure> {
 /// The one process of the job that has CUDA state: the job's first process, or one that came from it.
 ///
 /// # Errors
-/// There is more than one.
-pub(super) fn gpu_process(driver: &Driver, job: &JobProcess) -> Result<Option<u32>, Failure> {
-    let usable =
-        |pid: &u32| matches!(driver.state(*pid), Ok(state) if state != ProcessState::Failed);
-    let found: Vec<u32> = descendants(job.pid).into_iter().filter(usable).collect();
+/// Exit 3 when there is more than one; exit 10 when the driver does not say.
+pub(super) fn gpu_process(driver: &Arc<Driver>, job: &JobProcess) -> Result<Option<u32>, Failure> {
+    let failed = |code: ExitCode, why: String| Failure::new(code, Phase::Prepare, why);
+    // A driver that hangs must not keep us from notices and from the job's end.
+    let (tell, told) = mpsc::channel();
+    let (driver, pid) = (Arc::clone(driver), job.pid);
+    let looking = std::thread::Builder::new().name("state".to_owned());
+    let looking = looking.spawn(move || {
+        let users = descendants(pid)
+            .into_iter()
+            .filter_map(|pid| uses_cuda(&driver, pid));
+        // Nobody listens any more when it took too long.
+        let _ = tell.send(users.collect::<Result<Vec<u32>, DriverError>>());
+    });
+    looking.map_err(|error| {
+        failed(
+            ExitCode::RolledBack,
+            format!("no thread can be started: {error}"),
+        )
+    })?;
+    let Ok(found) = told.recv_timeout(STATE_WITHIN) else {
+        let why = format!(
+            "the driver does not say within {STATE_WITHIN:?} in what state the job's processes are (pid {pid})"
+        );
+        return Err(failed(ExitCode::RolledBack, why));
+    };
+    let found = found.map_err(|error| Failure::new(ExitCode::RolledBack, Phase::Prepare, error))?;
     match found.as_slice() {
         [] => Ok(None),
         [pid] => Ok(Some(*pid)),
@@ -335,7 +407,23 @@ pub(super) fn gpu_process(driver: &Driver, job: &JobProcess) -> Result<Option<u3
             let why = format!(
                 "the processes {several:?} of the job use GPUs, and only one can be saved by this version"
             );
-            Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
+            Err(failed(ExitCode::Preflight, why))
         }
+    }
+}
+
+/// The process, if it has CUDA state; `None` where it has none, or has ended.
+fn uses_cuda(driver: &Driver, pid: u32) -> Option<Result<u32, DriverError>> {
+    let has_none = |error: &DriverError| error.code() == Some(DriverCode::NOT_INITIALIZED);
+    let state = match driver.state(pid) {
+        Err(error) if !has_none(&error) => driver.state_for_a_verdict(pid),
+        state => state,
+    };
+    match state {
+        Ok(ProcessState::Failed) => None,
+        Ok(_) => Some(Ok(pid)),
+        Err(error) if has_none(&error) => None,
+        Err(_) if Target::look(pid).is_err() => None,
+        Err(error) => Some(Err(error)),
     }
 }

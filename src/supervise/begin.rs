@@ -74,14 +74,22 @@ impl Supervisor<'_> {
 
     /// An earlier run that was killed has left the job running here.
     pub(super) fn must_not_run_already(&self) -> Result<(), Failure> {
-        let Some(job) = Whereabouts::of(&self.session.config).left_behind() else {
-            return Ok(());
+        let whereabouts = Whereabouts::of(&self.session.config);
+        let refused = |why: String| Err(Failure::new(ExitCode::NotOurs, Phase::Prepare, why));
+        let pid = match whereabouts.left_behind() {
+            Ok(None) => return Ok(()),
+            Ok(Some(job)) => job.pid,
+            Err(error) => {
+                return refused(format!(
+                    "whether a process of this job runs on this node already is not known: {}: {error}; remove the file if none does",
+                    whereabouts.path().display()
+                ));
+            }
         };
-        let pid = job.pid;
         let why = format!(
             "process {pid} of this job runs on this node already; where nobody watches over it any more, `ckptstream watch --pid {pid}` takes it over, and to have it restored instead it is to be ended first"
         );
-        Err(Failure::new(ExitCode::NotOurs, Phase::Prepare, why))
+        refused(why)
     }
 
     /// What earlier runs have left on this node comes first: it may be newer than all that is in the store.
@@ -188,7 +196,7 @@ impl Supervisor<'_> {
             Ok::<_, Box<dyn Error + Send + Sync>>(number)
         });
         let id = image_id(generation);
-        match counted {
+        match counted.flatten() {
             Some(Ok(FAILED_RUNS)) => {
                 tracing::error!(
                     "image {id} failed to restore in {FAILED_RUNS} runs, and is not tried any more"
@@ -244,9 +252,15 @@ impl Supervisor<'_> {
                 "job.restore_command {program} cannot be started: {error}"
             ))
         })?;
+        // It may run before we know of it, and it may be us who die.
+        let whereabouts = Whereabouts::of(config);
+        whereabouts.note(job.pid);
         let restored = self.restore_into(&job);
-        if restored.is_err() && !job.end(ENDS_WITHIN) {
-            tracing::error!("process {} does not end", job.pid);
+        if restored.is_err() {
+            match job.end(ENDS_WITHIN) {
+                true => whereabouts.forget(),
+                false => tracing::error!("process {} does not end", job.pid),
+            }
         }
         restored.map(|()| job)
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::arming::{gpu_process, leave};
+use super::arming::{Taken, gpu_process};
 use super::process::JobProcess;
 use super::{Doing, Supervisor, UnderWay, Watch, tell};
 use crate::checkpoint::{self, Armed, Then};
@@ -15,12 +15,21 @@ use crate::config::DeadlinePolicy;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::ImageRef;
 use crate::outcome::Outcome;
-use crate::ownership::WhileSaved;
+use crate::ownership::{OwnershipError, WhileSaved};
 use crate::preempt::{Notice, Standing};
 use crate::restore::{self, Wanted};
 use crate::resume;
 use crate::session::Session;
 use crate::upkeep;
+
+/// So often a refusal that may pass is asked about again, for one notice.
+const REFUSALS_MAX: u32 = 3;
+
+/// A job whose GPU process has ended may take so long to end.
+const ENDS_SOON: Duration = Duration::from_secs(2);
+
+/// A save in passing that takes longer to be prepared is none.
+const PREPARED_WITHIN: Duration = Duration::from_secs(600);
 
 /// What a save has led to.
 pub(super) enum Saved {
@@ -43,17 +52,23 @@ impl Supervisor<'_> {
     pub(super) fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
         let margin = self.session.config.preempt.margin;
-        let mut prepared = match self.prepared(job, watch, notice.due(margin)) {
-            Ok(prepared) => prepared,
-            Err(failure) => return self.failed(&self.session, job, failure),
+        // Another one may come meanwhile.
+        let due = || {
+            self.board
+                .standing()
+                .earliest()
+                .unwrap_or(notice)
+                .due(margin)
         };
-        // Another one may have come meanwhile.
-        let standing = self.board.standing();
-        let deadline = standing.earliest().unwrap_or(notice).due(margin);
+        let mut prepared = match self.prepared(job, watch, || Some(due())) {
+            Ok(prepared) => prepared,
+            Err(failure) => return self.failed(&self.session, job, watch, failure),
+        };
+        let deadline = due();
         if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
             match self.session.config.preempt.policy {
                 DeadlinePolicy::Refuse => {
-                    leave(prepared, &self.on_the_side);
+                    watch.arming.leave(prepared);
                     return Saved::Refused(failure);
                 }
                 DeadlinePolicy::Spill => {
@@ -82,7 +97,7 @@ impl Supervisor<'_> {
                 watch.remember(&outcome);
                 Saved::Committed(Box::new(outcome))
             }
-            Err(failure) => self.failed(&session, job, failure),
+            Err(failure) => self.failed(&session, job, watch, failure),
         }
     }
 
@@ -102,46 +117,86 @@ impl Supervisor<'_> {
         }))
     }
 
-    /// What was prepared, or else is prepared now.
+    /// What was prepared, or else is prepared now, as long as `deadline` has a moment that is to come.
     fn prepared(
         &self,
         job: &JobProcess,
         watch: &mut Watch,
-        deadline: Instant,
+        deadline: impl Fn() -> Option<Instant>,
     ) -> Result<Armed, Failure> {
-        let armed = watch.arming.take(deadline);
+        let failed = |code: ExitCode, why: String| Err(Failure::new(code, Phase::Prepare, why));
+        let is_over = || deadline().is_none_or(|deadline| Instant::now() >= deadline);
+        let armed = match watch.arming.take(&deadline) {
+            Taken::Ready(armed) => Some(*armed),
+            Taken::Nothing => None,
+            Taken::Coming => {
+                return failed(
+                    ExitCode::RolledBack,
+                    "what a save needs is still being prepared".to_owned(),
+                );
+            }
+        };
         let driver = self.driver.open()?;
-        // The job may have come by another GPU process since.
+        // The job may have come by another GPU process since; a look that fails is no reason to give anything away.
         let found = gpu_process(&driver, job);
         match (armed, &found) {
             (Some(armed), Ok(Some(pid))) if armed.pid() == *pid => return Ok(armed),
-            (Some(armed), _) => leave(armed, &self.on_the_side),
+            (Some(armed), Ok(None)) if armed.target_lives() => return Ok(armed),
+            (Some(armed), Err(failure)) if failure.code != ExitCode::Preflight => return Ok(armed),
+            (Some(armed), _) => watch.arming.leave(armed),
             (None, _) => {}
         }
         let Some(pid) = found? else {
-            let why = "the job uses no GPU, so there is nothing to save";
-            return Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why));
+            let why = format!(
+                "the job (pid {}) uses no GPU, so there is nothing to save",
+                job.pid
+            );
+            return failed(ExitCode::Preflight, why);
         };
-        if Instant::now() >= deadline {
-            let why = "the node should be gone by now";
-            return Err(Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why));
+        // What was prepared before has the target, and the spill, until it is given back.
+        while watch.arming.is_leaving() && !is_over() {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        checkpoint::arm(self.session.for_one_transfer(Some(deadline)), pid)
+        if is_over() {
+            let why = "there is no time left, by preempt.margin before the node's end";
+            return failed(ExitCode::DoesNotFit, why.to_owned());
+        }
+        let session = self.session.for_one_transfer(None);
+        let _follows = self.follow_notices(&session);
+        checkpoint::arm(session, pid)
     }
 
     /// What a save that failed means.
-    fn failed(&self, session: &Session, job: &JobProcess, failure: Failure) -> Saved {
+    fn failed(
+        &self,
+        session: &Session,
+        job: &JobProcess,
+        watch: &mut Watch,
+        failure: Failure,
+    ) -> Saved {
+        let mut targets = failure.targets.iter();
+        let is_gone = !failure.targets.is_empty() && targets.all(|it| it.state == "gone");
         match failure.code {
             // Its end is on the way to us.
             ExitCode::NothingToSave | ExitCode::RolledBack | ExitCode::Lost
-                if job.status().is_some() =>
+                if is_gone && self.ends_soon(job) || job.status().is_some() =>
             {
                 Saved::JobEnded
             }
+            // A shell outlives what it has started, and has its own word to say.
+            ExitCode::Lost if is_gone => Saved::RunsOn(failure),
             ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
+            // What was wrong may pass, as a process that is stopped, or a job that is just coming up.
+            ExitCode::Preflight if watch.refusals < REFUSALS_MAX => {
+                watch.refusals += 1;
+                Saved::RunsOn(failure)
+            }
             ExitCode::Config | ExitCode::Preflight | ExitCode::DoesNotFit => {
+                watch.refusals = 0;
                 Saved::Refused(failure)
             }
+            // The target is somebody else's for the moment; the job is ours, or it is not.
+            ExitCode::NotOurs if !self.is_fenced() => Saved::RunsOn(failure),
             ExitCode::Spilled => match resume::resume(session) {
                 Ok(outcome) => Saved::Committed(Box::new(outcome)),
                 Err(_still_sealed) => Saved::Stuck(failure),
@@ -149,6 +204,18 @@ impl Supervisor<'_> {
             ExitCode::CommittedTargetAstray => Saved::Astray(failure),
             _ => Saved::Stuck(failure),
         }
+    }
+
+    /// Its GPU process is gone; whether it is, too.
+    fn ends_soon(&self, job: &JobProcess) -> bool {
+        let ended = async { tokio::time::timeout(ENDS_SOON, job.ended()).await };
+        self.session.wait(ended).is_ok()
+    }
+
+    /// Somebody else has opened the job since we did. Where the store does not say, nobody has.
+    fn is_fenced(&self) -> bool {
+        let looked = self.with_ours(async |ours, store| ours.must_be_ours(store).await.map(drop));
+        matches!(looked, Some(Some(Err(OwnershipError::Fenced { .. }))))
     }
 
     /// Why a save will be late, by the rate of the last one.
@@ -178,28 +245,35 @@ impl Supervisor<'_> {
             return None;
         }
         self.desk.report(|report| report.doing = Doing::Saving);
-        let long = Instant::now() + Duration::from_secs(3600);
-        let prepared = match self.prepared(job, watch, long) {
-            Ok(prepared) => prepared,
-            Err(failure) => return Some(self.failed_in_passing(job, None, failure)),
+        // A notice that comes while it is prepared is dealt with at once.
+        let long = Instant::now() + PREPARED_WITHIN;
+        let patience = || match self.board.standing().earliest() {
+            Some(_notice) => None,
+            None => Some(long),
         };
+        let prepared = match self.prepared(job, watch, patience) {
+            Ok(prepared) => prepared,
+            Err(failure) => return Some(self.failed_in_passing(job, watch, None, failure)),
+        };
+        let begun_at = Instant::now();
         let (session, pid) = (prepared.session().clone(), prepared.pid());
         let follows = self.follow_notices(&session);
         let shown = (self.show)(&session);
-        let saved = match prepared.save(Then::Resume) {
+        let saved = match prepared.save(Then::ResumeUnlessDue) {
             Ok(outcome) => {
                 watch.remember(&outcome);
                 watch.locked_before = Some(outcome.seconds_locked);
-                watch.last_in_passing = Instant::now();
                 Saved::Committed(Box::new(outcome))
             }
-            Err(failure) => self.failed_in_passing(job, Some((&session, pid)), failure),
+            Err(failure) => {
+                // It may have stood still all the time.
+                watch.locked_before = Some(begun_at.elapsed().as_secs_f64());
+                self.failed_in_passing(job, watch, Some((&session, pid)), failure)
+            }
         };
+        watch.last_in_passing = Instant::now();
         drop((shown, follows));
         self.count_requests(&session);
-        if let Saved::Committed(outcome) = &saved {
-            tracing::info!("image {} is committed, and the job runs on", outcome.image);
-        }
         self.look_after_images(watch);
         Some(saved)
     }
@@ -208,6 +282,7 @@ impl Supervisor<'_> {
     fn failed_in_passing(
         &self,
         job: &JobProcess,
+        watch: &mut Watch,
         begun: Option<(&Session, u32)>,
         failure: Failure,
     ) -> Saved {
@@ -223,7 +298,7 @@ impl Supervisor<'_> {
             Some(begun) => begun,
             None => (&self.session, job.pid),
         };
-        match self.failed(session, job, failure) {
+        match self.failed(session, job, watch, failure) {
             Saved::Refused(failure) => Saved::RunsOn(failure),
             // It was sealed with its process suspended, and is an image by now.
             Saved::Committed(outcome) => {
@@ -235,8 +310,14 @@ impl Supervisor<'_> {
                     while_saved: WhileSaved::Wait,
                 };
                 match restore::restore(session, pid, wanted) {
-                    Ok(_restored) => Saved::Committed(outcome),
-                    Err(failure) => Saved::Stuck(failure),
+                    Ok(restored) => Saved::Committed(Box::new(Outcome {
+                        targets: restored.targets,
+                        ..*outcome
+                    })),
+                    Err(failure) => Saved::Astray(Failure {
+                        generation: Some(outcome.generation),
+                        ..failure
+                    }),
                 }
             }
             other => other,

@@ -3,7 +3,7 @@
 //! In: the job's process. Out: `<state_dir>/<job>.job.json` as long as it is supervised. What can fail: the directory cannot be written to, which is told.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 use crate::writer::ProcessIdentity;
@@ -22,26 +22,45 @@ impl Whereabouts {
         }
     }
 
-    /// The process of an earlier supervision that may still run. What cannot be read tells of none.
-    pub(super) fn left_behind(&self) -> Option<ProcessIdentity> {
-        let text = std::fs::read(&self.path).ok()?;
-        let job: ProcessIdentity = serde_json::from_slice(&text).ok()?;
-        let ours = ProcessIdentity::ours().ok()?;
+    /// The process of an earlier supervision that may still run.
+    ///
+    /// # Errors
+    /// The file is there and says nothing that makes sense.
+    pub(super) fn left_behind(&self) -> io::Result<Option<ProcessIdentity>> {
+        let text = match std::fs::read(&self.path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let job: ProcessIdentity = serde_json::from_slice(&text)?;
+        let ours = ProcessIdentity::ours().map_err(io::Error::other)?;
         let is_here = job.boot_id == ours.boot_id && job.pid_namespace == ours.pid_namespace;
-        (is_here && !job.is_known_dead()).then_some(job)
+        Ok((is_here && !job.is_known_dead()).then_some(job))
+    }
+
+    /// The file.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Writes down the job's process.
     pub(super) fn note(&self, pid: u32) {
         let noted = ProcessIdentity::of(pid)
             .map_err(io::Error::other)
-            .and_then(|job| std::fs::write(&self.path, serde_json::to_vec(&job)?));
+            .and_then(|job| self.write(&serde_json::to_vec(&job)?));
         if let Err(error) = noted {
             tracing::warn!(
                 "a later run on this node will not know of process {pid}: {}: {error}",
                 self.path.display()
             );
         }
+    }
+
+    /// Whole, or not at all.
+    fn write(&self, text: &[u8]) -> io::Result<()> {
+        let new = self.path.with_extension("new");
+        std::fs::write(&new, text)?;
+        std::fs::rename(&new, &self.path)
     }
 
     /// The job is not supervised any more, because it has ended or was ended.
