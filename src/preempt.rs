@@ -88,6 +88,9 @@ impl Standing {
     }
 }
 
+/// Sources whose notices are events; those of the others are there until they are withdrawn.
+const COME_ONCE: [&str; 2] = ["signal", "socket"];
+
 /// Where sources put their notices. Clones are the same board.
 #[derive(Debug, Clone, Default)]
 pub struct Board(Arc<watch::Sender<Standing>>);
@@ -101,8 +104,12 @@ impl Board {
             .checked_add(left)
             .unwrap_or(now + Duration::from_secs(365 * 24 * 3600));
         self.0.send_if_modified(|standing| {
-            // A new one is not a repetition of one that came to nothing.
-            standing.notices.retain(|_, notice| !notice.has_expired());
+            // A new one is not a repetition of one that came to nothing; what is there as long as it lasts says the same again.
+            let is_over =
+                |source: &str, notice: &Notice| notice.has_expired() && COME_ONCE.contains(&source);
+            standing
+                .notices
+                .retain(|source, notice| !is_over(source, notice));
             match standing.notices.get_mut(source) {
                 Some(notice) if notice.gone_at <= gone_at => false,
                 Some(notice) => {

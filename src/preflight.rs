@@ -28,6 +28,9 @@ pub const LIMIT: Duration = Duration::from_secs(20);
 /// The store's part of it, which leaves time to clean up.
 const STORE_LIMIT: Duration = Duration::from_secs(14);
 
+/// Certificates, credentials and a directory are there within this time.
+const OPEN_LIMIT: Duration = Duration::from_secs(8);
+
 /// The driver may take this long to come up.
 const NODE_LIMIT: Duration = Duration::from_secs(18);
 
@@ -163,18 +166,9 @@ pub fn preflight(around: Surroundings) -> Findings {
         // Nobody waits any more when it hangs for too long.
         let _ = tell.send(Node::look(&config, pid));
     });
-    let opened = Session::open(
-        around.config.clone(),
-        around.runtime,
-        around.meter,
-        around.cancel,
-    );
-    let (mut checks, rates) = match opened {
+    let (mut checks, rates) = match open(&around) {
         Ok(session) => bucket::look(&session, started + STORE_LIMIT),
-        Err(failure) => {
-            let found = one_line(failure.cause.as_ref());
-            (vec![CONNECT.wrong(found)], bucket::Rates::default())
-        }
+        Err(found) => (vec![CONNECT.wrong(found)], bucket::Rates::default()),
     };
     let left = (started + NODE_LIMIT).saturating_duration_since(Instant::now());
     let node = match looking.map(|_thread| told.recv_timeout(left)) {
@@ -188,5 +182,24 @@ pub fn preflight(around: Surroundings) -> Findings {
         checks,
         upload_rate: rates.upload,
         download_rate: rates.download,
+    }
+}
+
+/// The session, or why there is none. Certificates, credentials and directories may lie where nobody answers.
+fn open(around: &Surroundings) -> Result<Session, String> {
+    let (tell, told) = mpsc::channel();
+    let (config, runtime) = (around.config.clone(), around.runtime.clone());
+    let (meter, cancel) = (Arc::clone(&around.meter), around.cancel.clone());
+    let opening = std::thread::Builder::new().name("open".to_owned());
+    let opening = opening.spawn(move || {
+        // Nobody waits any more when it hangs for too long.
+        let _ = tell.send(Session::open(config, runtime, meter, cancel));
+    });
+    match opening.map(|_thread| told.recv_timeout(OPEN_LIMIT)) {
+        Ok(Ok(opened)) => opened.map_err(|failure| one_line(failure.cause.as_ref())),
+        Ok(Err(_hangs)) => Err(format!(
+            "certificates, credentials or the store's directory do not answer within {OPEN_LIMIT:?}"
+        )),
+        Err(error) => Err(format!("a thread cannot be started: {error}")),
     }
 }

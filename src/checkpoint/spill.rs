@@ -62,6 +62,8 @@ pub(super) struct SealedSave {
 pub(super) struct Spill {
     store: Arc<Retrying<FileStore>>,
     uploads: Vec<OpenUpload>,
+    /// Time in which the disk wrote [`MEASURED_LEN`].
+    took: Duration,
     config: SpillPlace,
     /// Nobody else has the job's part of the spill.
     _claim: Claim,
@@ -134,7 +136,7 @@ impl Spill {
             let reserved = tokio::time::timeout(PATIENCE, reserving).await;
             reserved.unwrap_or_else(|_elapsed| Err(hangs(config)))
         });
-        let (disk, claim, uploads) = match reserved {
+        let (disk, claim, uploads, took) = match reserved {
             Ok(reserved) => reserved,
             Err(error) => return Err(NoSpill::because(&error)),
         };
@@ -148,6 +150,7 @@ impl Spill {
         Ok(Some(Self {
             store: Arc::new(store),
             uploads,
+            took,
             config: config.clone(),
             _claim: claim,
         }))
@@ -159,7 +162,7 @@ impl Spill {
         driver: &Driver,
         target: &Target,
         attempt: &Attempt,
-    ) -> Result<(Arc<FileStore>, Claim, Vec<OpenUpload>), SpillError> {
+    ) -> Result<(Arc<FileStore>, Claim, Vec<OpenUpload>, Duration), SpillError> {
         let failed = |source| not_set_aside(config, source);
         let job = &session.config.job;
         let path = config.path.clone();
@@ -184,14 +187,20 @@ impl Spill {
             &disk,
             &mut uploads,
         );
-        if let Err(error) = room.await {
-            for open in &uploads {
-                // It is swept away by a later save at the latest.
-                let _given_back = disk.abort_upload(&open.key, &open.upload).await;
+        let ready = async {
+            room.await?;
+            disk.measure(MEASURED_LEN).await.map_err(failed)
+        };
+        match ready.await {
+            Ok(took) => Ok((disk, claim, uploads, took)),
+            Err(error) => {
+                for open in &uploads {
+                    // It is swept away by a later save at the latest.
+                    let _given_back = disk.abort_upload(&open.key, &open.upload).await;
+                }
+                Err(error)
             }
-            return Err(error);
         }
-        Ok((disk, claim, uploads))
     }
 
     /// Room for what every GPU uses. What was begun is in `uploads`, also after an error.
@@ -229,22 +238,10 @@ impl Spill {
         on_failure: OnFailure,
     ) -> Result<Self, NoSpill> {
         self.store.set_deadline(session.deadline());
-        let leaving = async {
-            let in_all = used_memory(driver)?
-                .into_iter()
-                .fold(0, u64::saturating_add);
-            leave_time(
-                session,
-                &self.config,
-                self.store.inner(),
-                in_all,
-                on_failure,
-            )
-            .await
-        };
-        let left = session.wait(async {
-            let done = tokio::time::timeout(PATIENCE, leaving).await;
-            done.unwrap_or_else(|_elapsed| Err(hangs(&self.config)))
+        let used = used_memory(driver).map_err(SpillError::from);
+        let left = used.and_then(|used| {
+            let in_all = used.into_iter().fold(0, u64::saturating_add);
+            leave_time(session, &self.config, self.took, in_all, on_failure)
         });
         match left {
             Ok(()) => Ok(self),
@@ -479,29 +476,26 @@ fn is_needed(session: &Session, on_failure: OnFailure) -> bool {
         || matches!(on_failure, OnFailure::Spill | OnFailure::GiveBack)
 }
 
-/// Tells the store until when it may try: what comes after it needs the rest of the time.
-async fn leave_time(
+/// Tells the store until when it may try, now or as soon as a deadline is known: what comes after it needs the rest of the time.
+fn leave_time(
     session: &Session,
     config: &SpillPlace,
-    disk: &FileStore,
+    took: Duration,
     in_all: u64,
     on_failure: OnFailure,
 ) -> Result<(), SpillError> {
-    let Some(deadline) = session.deadline() else {
-        return Ok(());
-    };
-    let took = disk.measure(MEASURED_LEN).await;
-    let took = took.map_err(|source| not_set_aside(config, source))?;
     let mut needed = time_needed(in_all, took, session.config.pipeline.threads);
     if on_failure == OnFailure::GiveBack {
         // It is read once more, and decoded.
         needed *= 2;
     }
-    let left = deadline.saturating_duration_since(Instant::now());
-    // Half of it at least is for the store.
-    if needed * 2 > left {
-        let path = config.path.display().to_string();
-        return Err(SpillError::TooSlow { path, needed, left });
+    if let Some(deadline) = session.deadline() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Half of it at least is for the store.
+        if needed * 2 > left {
+            let path = config.path.display().to_string();
+            return Err(SpillError::TooSlow { path, needed, left });
+        }
     }
     session.keep_back(needed);
     Ok(())

@@ -222,6 +222,23 @@ impl StatusListing {
                 ),
             ),
         ];
+        if report.saves_skipped > 0 {
+            rows.push((
+                "skipped",
+                format!(
+                    "{} saves in passing (job.interval_share)",
+                    report.saves_skipped
+                ),
+            ));
+        }
+        if report.ever.missed > 0 {
+            let (missed, heard) = (report.ever.missed, report.ever.heard);
+            rows.push((
+                "missed",
+                format!("{missed} of {heard} notices in all lives of the job"),
+            ));
+        }
+        rows.extend(report.store_trouble.clone().map(|why| ("store", why)));
         rows.extend(report.image.clone().map(|image| ("image", image)));
         rows.extend(report.last_failure.clone().map(|why| ("failure", why)));
         rows.extend(report.notices.iter().map(|notice| {

@@ -292,8 +292,16 @@ impl PreemptConfig {
                 raw.azure_url.as_deref(),
                 "http://169.254.169.254",
             )?,
-            azure_vm: raw.azure_vm.clone(),
+            azure_vm: azure_vm(raw)?,
         })
+    }
+}
+
+/// The name of this machine in Azure's events.
+fn azure_vm(raw: &RawPreempt) -> Result<Option<String>, ConfigError> {
+    match Setting::file("preempt.azure_vm", raw.azure_vm.as_deref()) {
+        Some(name) if name.value.trim().is_empty() => Err(name.invalid("the name of a machine")),
+        name => Ok(name.map(|name| name.value)),
     }
 }
 

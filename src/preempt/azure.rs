@@ -50,7 +50,8 @@ struct Server {
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Events {
-    events: Vec<Event>,
+    /// Each is read by itself: one that is not understood hides no other.
+    events: Vec<Value>,
 }
 
 #[derive(Deserialize)]
@@ -96,13 +97,20 @@ fn seen(answer: &Answer, vm: &str, notice: Duration) -> Result<Seen, String> {
     }
     let events: Events =
         serde_json::from_str(&answer.body).map_err(|error| not_that(error.to_string()))?;
+    let read: Vec<Result<Event, _>> = events
+        .events
+        .into_iter()
+        .map(serde_json::from_value)
+        .collect();
+    let not_understood = read.iter().find_map(|event| event.as_ref().err());
+    let not_understood = not_understood.map(|error| not_that(error.to_string()));
     // Azure does not tell names apart by case alone.
     let is_ours = |event: &Event| {
         let mut resources = event.resources.iter();
         TAKES_AWAY.contains(&event.event_type.as_str())
             && resources.any(|name| name.eq_ignore_ascii_case(vm))
     };
-    let ours = events.events.iter().filter(|event| is_ours(event));
+    let ours = read.iter().flatten().filter(|event| is_ours(event));
     let timed = ours.map(|event| {
         let time = event.not_before.as_str().filter(|text| !text.is_empty());
         let then = time.and_then(|time| httpdate::parse_http_date(time).ok());
@@ -113,8 +121,12 @@ fn seen(answer: &Answer, vm: &str, notice: Duration) -> Result<Seen, String> {
         );
         (then.and_then(|then| answer.time_until(then)), shown(&text))
     });
-    match timed.min_by_key(|(left, _)| left.unwrap_or(notice)) {
-        Some((left, text)) => Ok(Seen::Notice { left, text }),
-        None => Ok(Seen::Silence("there is no such event any more")),
+    match (
+        timed.min_by_key(|(left, _)| left.unwrap_or(notice)),
+        not_understood,
+    ) {
+        (Some((left, text)), _) => Ok(Seen::Notice { left, text }),
+        (None, Some(why)) => Err(why),
+        (None, None) => Ok(Seen::Silence("there is no such event any more")),
     }
 }

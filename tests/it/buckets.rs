@@ -120,3 +120,36 @@ fn settings_of_a_bucket_that_contradict_each_other_are_refused() {
         assert!(cause(&run).contains(says), "{config}: {}", cause(&run));
     }
 }
+
+/// What a store refuses is left out from then on, and that is said; what the configuration says stays as it says.
+#[test]
+fn a_store_that_knows_no_crc64nvme_or_wants_signed_bodies_is_served() {
+    let unknown = json!({
+        "status": 501, "code": "NotImplemented",
+        "message": "A header you provided implies functionality that is not implemented: x-amz-checksum-crc64nvme",
+    });
+    let unsigned = json!({"status": 400, "code": "XAmzContentSHA256Mismatch"});
+    let header = |name: &str, contains: &str, action: &Value| json!({"op": "*", "header": {"name": name, "contains": contains}, "always": true, "action": action});
+    for (rule, fixed, says) in [
+        (
+            header("x-amz-checksum-crc64nvme", "", &unknown),
+            "checksum = \"crc64nvme\"\n",
+            "store.checksum = \"none\"",
+        ),
+        (
+            header("x-amz-content-sha256", "UNSIGNED-PAYLOAD", &unsigned),
+            "sign_payload = false\n",
+            "store.sign_payload = true",
+        ),
+    ] {
+        let scene = Scene::new(&[]);
+        scene.server.set_rules(&json!([rule]));
+        let run = scene.saver_with("job", "", fixed).cli.run("preflight");
+        assert_eq!(run.code, 3, "{run:?}");
+        assert!(cause(&run).contains(says), "{run:?}");
+        let run = scene.saver("job", "").cli.run("preflight");
+        assert_eq!(run.code, 0, "{run:?}");
+        assert!(run.stderr.contains(says), "{run:?}");
+        every_command_works(&scene, "");
+    }
+}
