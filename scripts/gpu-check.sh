@@ -36,6 +36,9 @@ say "1. checkpoint of a real CUDA process"
 start job.log "$TESTKIT" target --gpus 1 --bytes 256MiB --fill mixed --seed 7 --step-ms 100
 JOB_PID=$STARTED
 wait_for_line "$DIR/job.log" '^step 3 ' "$JOB_PID" 60 | sed 's/^/  job: /'
+say "  \$ ckptstream preflight --pid $JOB_PID"
+# Exit 3 where the driver lacks custom storage, which it says.
+"$CKPTSTREAM" preflight --pid "$JOB_PID" --job gpu-check --store s3://ckpt/check --endpoint "$ENDPOINT" --progress none 2>/dev/null | sed 's/^/  /' || true
 STATUS=0
 "$CKPTSTREAM" checkpoint --pid "$JOB_PID" --job gpu-check --store s3://ckpt/check --endpoint "$ENDPOINT" --progress none >"$DIR/out.log" 2>&1 || STATUS=$?
 sed 's/^/  /' "$DIR/out.log"

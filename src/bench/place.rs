@@ -20,7 +20,7 @@ use crate::store::memory::MemoryStore;
 use crate::store::null::NullStore;
 use crate::store::retry::{RetryPolicy, Retrying};
 use crate::store::{
-    self, BadKey, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome,
+    self, BadKey, Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome,
     RangeSink, Store, StoreError, UploadId,
 };
 
@@ -309,6 +309,10 @@ impl Store for Remembering {
 
     fn delete<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<(), StoreError>> {
         self.inner.delete(key)
+    }
+
+    fn facts(&self) -> BoxFuture<'_, Facts> {
+        self.inner.facts()
     }
 
     fn describe(&self) -> String {

@@ -176,7 +176,7 @@ fn gpu_mode() -> Check {
     let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY");
     let pipes = pipes.map_or_else(|| "/tmp/nvidia-mps".into(), std::path::PathBuf::from);
     let capabilities = Path::new("/proc/driver/nvidia/capabilities");
-    let gpus = std::fs::read_dir(capabilities)
+    let mut gpus = std::fs::read_dir(capabilities)
         .into_iter()
         .flatten()
         .flatten();
@@ -190,7 +190,7 @@ fn gpu_mode() -> Check {
     if pipes.join("control").exists() {
         return MODE.wrong(format!("an MPS daemon listens in {}", pipes.display()));
     }
-    match gpus.map(has_instances).any(|has| has) {
+    match gpus.any(has_instances) {
         true => MODE.wrong("MIG is on"),
         false => MODE.ok("no sign of MIG or MPS"),
     }
