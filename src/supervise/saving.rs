@@ -12,6 +12,7 @@ use super::process::JobProcess;
 use super::{Doing, Supervisor, UnderWay, Watch, tell};
 use crate::checkpoint::{self, Armed, Then};
 use crate::config::DeadlinePolicy;
+use crate::driver::DriverError;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::ImageRef;
 use crate::outcome::Outcome;
@@ -187,7 +188,7 @@ impl Supervisor<'_> {
             ExitCode::Lost if is_gone => Saved::RunsOn(failure),
             ExitCode::NothingToSave | ExitCode::RolledBack => Saved::RunsOn(failure),
             // What was wrong may pass, as a process that is stopped, or a job that is just coming up.
-            ExitCode::Preflight if watch.refusals < REFUSALS_MAX => {
+            ExitCode::Preflight if watch.refusals < REFUSALS_MAX && !never_will(&failure) => {
                 watch.refusals += 1;
                 Saved::RunsOn(failure)
             }
@@ -408,6 +409,12 @@ impl Watch {
             self.rate = Some(raw / seconds);
         }
     }
+}
+
+/// The driver is the same in a second.
+fn never_will(failure: &Failure) -> bool {
+    let error = failure.cause.downcast_ref::<DriverError>();
+    matches!(error, Some(DriverError::NoCustomStorage { .. }))
 }
 
 /// Uploads what lies in the spill, if there is one.
