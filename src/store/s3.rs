@@ -9,6 +9,7 @@
 //! store knows and buckets with Object Lock demand. Small requests have one limit (`store.request_timeout`). Parts, ranges and larger objects have none but
 //! `store.stall_timeout`: they may take as long as they like while bytes move.
 
+mod credentials;
 mod fault;
 mod habits;
 mod interceptors;
@@ -27,8 +28,8 @@ use aws_config::{BehaviorVersion, Region, SdkConfig};
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::{
-    IdentityCache, ProvideCredentials, RequestChecksumCalculation, ResponseChecksumValidation,
-    SharedCredentialsProvider, SharedHttpClient, StalledStreamProtectionConfig,
+    IdentityCache, RequestChecksumCalculation, ResponseChecksumValidation, SharedHttpClient,
+    StalledStreamProtectionConfig,
 };
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::operation::list_objects_v2::ListObjectsV2Output;
@@ -41,14 +42,12 @@ use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
 use tokio::time::{Instant, timeout};
 
+use self::credentials::Chain;
 use self::fault::{Fault, transient};
 use self::habits::{Habits, Manner};
 use self::interceptors::{AnswerDate, ExtraHeaders, SignedPayload};
 use self::payload::{BODY_FRAME_LEN, Payload};
-use self::transport::{
-    check_credentials, credentials, credentials_proxy, customer_key, http_client, store_proxy,
-    tls_context,
-};
+use self::transport::{credentials_proxy, customer_key, http_client, store_proxy, tls_context};
 use super::{
     Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
     Store, StoreError, UploadId, listing_name,
@@ -60,13 +59,10 @@ use crate::config::StoreConfig;
 /// slow line first, and assembling a large object is silent work.
 const ANSWER_FACTOR: u32 = 3;
 
-/// Credentials are renewed so long before they expire.
-const CREDENTIALS_RENEWAL: Duration = Duration::from_secs(60);
-
 /// A bucket, or a prefix in one. Cheap to use from many tasks at once; connections are shared.
 pub struct S3Store {
     client: Client,
-    credentials: SharedCredentialsProvider,
+    credentials: Chain,
     bucket: String,
     /// Empty, or ends in `/`.
     prefix: String,
@@ -119,7 +115,7 @@ impl S3Store {
                 advice: "; set store.region or AWS_REGION".to_owned(),
             });
         };
-        let credentials = check_credentials(&sdk, &describe).await?;
+        let credentials = Chain::open(&sdk, &describe).await?;
 
         let settings = aws_sdk_s3::config::Builder::from(&sdk)
             .http_client(store_client)
@@ -129,6 +125,8 @@ impl S3Store {
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             .force_path_style(config.path_style)
             .interceptor(headers)
+            .credentials_provider(credentials.clone())
+            .identity_cache(IdentityCache::no_cache())
             .build();
         Ok(Self {
             client: Client::from_conf(settings),
@@ -761,15 +759,11 @@ impl S3Store {
             .send();
         // Whatever it answers: the right to ask for this is no right that a save needs.
         let _answer = timeout(self.request_timeout, request).await;
-        let credentials = match self.credentials.provide_credentials().await {
-            Ok(found) => Some(credentials(&found)),
-            Err(_gone) => None,
-        };
         Facts {
             date_ms: date
                 .get()
                 .and_then(|date: &DateTime| u64::try_from(date.to_millis().ok()?).ok()),
-            credentials,
+            credentials: self.credentials.told().await,
         }
     }
 
@@ -796,13 +790,7 @@ impl S3Store {
 
 /// Region and credentials as the SDK's chains find them.
 async fn load_sdk_config(config: &StoreConfig, chain_client: SharedHttpClient) -> SdkConfig {
-    let mut loader = aws_config::defaults(BehaviorVersion::v2026_01_12())
-        .http_client(chain_client)
-        .identity_cache(
-            IdentityCache::lazy()
-                .buffer_time(CREDENTIALS_RENEWAL)
-                .build(),
-        );
+    let mut loader = aws_config::defaults(BehaviorVersion::v2026_01_12()).http_client(chain_client);
     if let Some(endpoint) = &config.endpoint {
         loader = loader.endpoint_url(endpoint);
     }

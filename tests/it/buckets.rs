@@ -1,8 +1,12 @@
 //! Buckets that want more of a request than others do: a header on every one, encryption by the store, a class, tags. Whoever does not give it is told the key; whoever does is served by every command.
 
+use std::process::Stdio;
+use std::time::{Duration, SystemTime};
+
 use serde_json::{Value, json};
 
-use super::support::scene::{Scene, cause};
+use super::support::MetadataServer;
+use super::support::scene::{Scene, cause, until};
 
 /// Without this header a request is refused.
 fn demands(operation: &Value, header: &str) -> Value {
@@ -152,4 +156,59 @@ fn a_store_that_knows_no_crc64nvme_or_wants_signed_bodies_is_served() {
         assert!(run.stderr.contains(says), "{run:?}");
         every_command_works(&scene, "");
     }
+}
+
+/// An instance's role: its credentials are for half a minute each, and the store calls the first ones ended before they say so themselves.
+#[test]
+fn credentials_that_end_during_a_save_cost_it_nothing() {
+    const ROLE: &str = "/latest/meta-data/iam/security-credentials/";
+    let scene = Scene::new(&[]);
+    let role = |token: &str| {
+        let end = SystemTime::now() + Duration::from_secs(300);
+        json!({
+            "Code": "Success", "Type": "AWS-HMAC", "LastUpdated": "2026-01-01T00:00:00Z",
+            "AccessKeyId": "test", "SecretAccessKey": "testtest", "Token": token,
+            "Expiration": humantime::format_rfc3339_seconds(end).to_string(),
+        })
+    };
+    let script = |token: &str| {
+        let mine = format!("{ROLE}job-role");
+        json!({"values": {ROLE: "job-role", mine: role(token)}})
+    };
+    let metadata = MetadataServer::start(&script("first"));
+    let ended = json!({"status": 400, "code": "ExpiredToken"});
+    scene.server.set_rules(&json!([{
+        "op": "*", "header": {"name": "x-amz-security-token", "contains": "first"},
+        "from": 8, "action": ended,
+    }]));
+    let mut target = scene.target();
+    target.wait_for("step 2 ");
+    let saver = scene.saver("job", "");
+    let patient = saver.cli.config_text().replace("1500ms", "120s");
+    let saver = saver.with_config(&patient);
+    let mut command = saver
+        .cli
+        .command(&format!("checkpoint --json --pid {}", target.pid()));
+    command
+        .env_remove("AWS_ACCESS_KEY_ID")
+        .env_remove("AWS_SECRET_ACCESS_KEY")
+        .env("AWS_EC2_METADATA_DISABLED", "false")
+        .env("AWS_EC2_METADATA_SERVICE_ENDPOINT", &metadata.endpoint)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let save = command.spawn().expect("it runs");
+    // The next ones are there only when the first are refused.
+    until(|| {
+        scene
+            .server
+            .all_requests()
+            .iter()
+            .any(|it| it["status"] == 400)
+    });
+    metadata.set_script(&script("second"));
+    let save = save.wait_with_output().expect("it runs");
+    let stderr = String::from_utf8(save.stderr).expect("text");
+    assert!(save.status.success(), "{stderr}");
+    assert!(stderr.contains("asked for anew"), "{stderr}");
+    assert_eq!(scene.images("job"), [1]);
 }

@@ -109,7 +109,10 @@ impl S3Store {
         E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
     {
         let said = Said::by(&error);
-        let passing = Passing::of_error(operation, &error, &said);
+        let passing = match Passing::of_error(operation, &error, &said) {
+            Passing::No if self.credentials.are_renewed_after(&said.code) => Passing::Yes,
+            passing => passing,
+        };
         let wants = said.wants();
         let key = key.to_owned();
         let sorted = match passing {

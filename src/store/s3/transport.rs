@@ -1,13 +1,12 @@
-//! The way to the store: trust, proxy, connections, and a first look at the credentials.
+//! The way to the store: trust, proxy, connections.
 //!
 //! In: the configuration's connect timeout, certificates, proxy and key, and where it has none the environment (`AWS_CA_BUNDLE`, the proxy variables). Out: an HTTP client for the SDK. What can fail:
-//! certificates that cannot be used, credentials that are not there; both are [`StoreError::Refused`], told before anything is asked of the store.
+//! certificates or a proxy that cannot be used, a key that cannot be read; all are [`StoreError::Refused`], told before anything is asked of the store.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use aws_config::SdkConfig;
-use aws_sdk_s3::config::{ProvideCredentials, SharedCredentialsProvider, SharedHttpClient};
+use aws_sdk_s3::config::SharedHttpClient;
 use aws_smithy_http_client::Connector;
 use aws_smithy_http_client::proxy::ProxyConfig;
 use aws_smithy_http_client::tls::{Provider, TlsContext, TrustStore, rustls_provider::CryptoMode};
@@ -19,7 +18,7 @@ use base64::engine::general_purpose::STANDARD;
 
 use crate::config::{BucketConfig, Sse};
 use crate::error::one_line;
-use crate::store::{Credentials, StoreError};
+use crate::store::StoreError;
 
 /// Trusted roots: the system's, or the file in `store.ca_bundle` or `AWS_CA_BUNDLE` instead. None for plain HTTP, where loading them would only cost time.
 pub(super) fn tls_context(
@@ -127,44 +126,5 @@ pub(super) fn credentials_proxy() -> ProxyConfig {
     match variable("HTTPS_PROXY").map(ProxyConfig::https) {
         Some(Ok(proxy)) => proxy.no_proxy(variable("NO_PROXY").unwrap_or_default()),
         Some(Err(_)) | None => ProxyConfig::disabled(),
-    }
-}
-
-/// Asks the credentials chain once, so that an empty one is told at the start.
-pub(super) async fn check_credentials(
-    sdk: &SdkConfig,
-    describe: &str,
-) -> Result<SharedCredentialsProvider, StoreError> {
-    let refused = |what: String| {
-        StoreError::Refused {
-        operation: "connect",
-        key: describe.to_owned(),
-        code: what,
-        advice: "; they come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), the AWS profile or the instance's role".to_owned(),
-    }
-    };
-    let provider = sdk
-        .credentials_provider()
-        .ok_or_else(|| refused("no credentials are set up".to_owned()))?;
-    match provider.provide_credentials().await {
-        Ok(_) => Ok(provider),
-        Err(error) => Err(refused(format!("no credentials: {}", one_line(&error)))),
-    }
-}
-
-/// What can be told of them. Their source has no method of its own; it is the first word of what they print of themselves, which has no secret in it.
-pub(super) fn credentials(found: &aws_sdk_s3::config::Credentials) -> Credentials {
-    let printed = format!("{found:?}");
-    let source = printed
-        .split_once("provider_name: \"")
-        .and_then(|(_, rest)| rest.split_once('"'));
-    let left = found.expiry().map(|end| {
-        end.duration_since(SystemTime::now())
-            .unwrap_or_default()
-            .as_secs()
-    });
-    Credentials {
-        source: source.map_or("the chain", |(name, _)| name).to_owned(),
-        seconds_left: left,
     }
 }
