@@ -140,7 +140,7 @@ fn defaults() {
     assert_eq!(config.job.as_str(), "my-job");
     assert_eq!(config.store.place, bucket("my-bucket", "ckptstream"));
     assert_eq!(config.store.parallelism, 64);
-    assert_eq!(config.store.checksum, PartChecksum::Crc64Nvme);
+    assert_eq!(config.store.checksum, PartChecksum::Auto);
     assert_eq!(config.store.retry_timeout, Duration::from_secs(120));
     assert_eq!(config.store.request_timeout, Duration::from_secs(30));
     assert_eq!(
