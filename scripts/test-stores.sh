@@ -13,10 +13,14 @@ set -euo pipefail
 
 SERVERS=(testkit seaweedfs moto juicefs rclone)
 EXTRA=()
-FLAGS=()
+FLAGS=(--races)
 while [ $# -gt 0 ]; do
     case $1 in
-        --ci) SERVERS=(seaweedfs moto) ;;
+        --ci)
+            SERVERS=(seaweedfs moto)
+            # SeaweedFS takes a second for each.
+            FLAGS=()
+            ;;
         --only) IFS=, read -ra SERVERS <<<"${2:?}" && shift ;;
         --with) EXTRA+=("${2:?}") && shift ;;
         --write) FLAGS+=(--write docs/stores.md) ;;

@@ -201,6 +201,8 @@ class Found:
     version: str = ""
     contract: str = ""
     races_lost: int = 0
+    # Where ckptstream uses it and should not.
+    gap: str = ""
     contract_said: str = ""
     lives: list = field(default_factory=list)
     seconds: float = 0
@@ -389,16 +391,22 @@ threads = 2
     def live(self):
         life = self.life
         try:
-            preflight = self.ckptstream("preflight")
-            life.preflight_code = preflight.code
-            life.checks = {check["name"]: check for check in preflight.report.get("checks", [])}
-            self.saves()
+            # It has seconds for what a save may wait minutes for: on a busy machine that says nothing about the store.
+            for _ in range(3):
+                preflight = self.ckptstream("preflight")
+                life.preflight_code = preflight.code
+                life.checks = {check["name"]: check for check in preflight.report.get("checks", [])}
+                slow = [check for check in life.checks.values() if check["state"] != "ok" and re.search("no answer (within|when)", check["found"])]
+                if not slow:
+                    break
+                say(f"preflight again: {slow[0]['name']} took too long")
+            self.saves(slow)
         except Misbehaviour as wrong:
             life.verdict = life.verdict or "**wrong**"
             life.wrong.append(plain(str(wrong)))
         return life
 
-    def saves(self):
+    def saves(self, slow):
         life, job = self.life, Job(self)
         job.must_go_on("at first")
         first = self.ckptstream("checkpoint", "--pid", str(job.pid), "--then", "resume")
@@ -413,7 +421,7 @@ threads = 2
                 life.wrong.append("`preflight` ends with 0, and a save is refused")
             job.kill()
             return
-        if life.preflight_code != 0:
+        if life.preflight_code != 0 and not slow:
             life.wrong.append("`preflight` says that a save would fail, and it does not")
         job.must_go_on("after a save")
         self.must("checkpoint", "--pid", str(job.pid), "--then", "resume")
@@ -561,8 +569,9 @@ def try_server(machine, name):
     say(f"== {server.title} {found.version}")
     child, endpoint = serve(machine, name, server)
     keep_contract(machine, server, endpoint, found)
-    found.races_lost = race(server, endpoint)
-    say(f"{RACERS} conditional creates at once: more than one wins {found.races_lost} of {RACES} times")
+    if machine.options.races:
+        found.races_lost = race(server, endpoint)
+        say(f"{RACERS} conditional creates at once: more than one wins {found.races_lost} of {RACES} times")
     say(f"contract: {found.contract} {found.contract_said}")
     for checksum in ("crc64nvme", "none"):
         trial = Trial(machine, server, endpoint, checksum)
@@ -578,9 +587,9 @@ def try_server(machine, name):
         if life.verdict == "used" or "If-None-Match" in life.said:
             break
     if found.races_lost and found.best.verdict == "used":
-        text = "`preflight` and `checkpoint` take a store that lets more than one conditional create of the same object succeed: two savers of one job are not told apart"
-        found.best.wrong.append(text)
-        say(f"  WRONG: {text}")
+        # Told, and no failure: it depends on luck how often a store loses, and nothing of ours looks for it yet.
+        found.gap = f"two savers of one job are not told apart, because more than one of {RACERS} conditional creates at once wins {found.races_lost} of {RACES} times; neither `preflight` nor `checkpoint` finds this out"
+        say(f"  GAP: {found.gap}")
     machine.end(child)
     found.seconds = time.monotonic() - started
     say(f"{found.seconds:.0f} s")
@@ -620,18 +629,26 @@ def report(everything, options):
 
     for name, words in PROMISES.items():
         row(f"{words} (`{name}`)", [cell(found.best.checks.get(name)) for found in everything])
-    row(f"of {RACERS} such creates at once one wins, {RACES} times", ["yes" if found.races_lost == 0 else f"**no**, {found.races_lost} times not" for found in everything])
+        if name == "store.conditional-create":
+            row(f"the same for {RACERS} at once, {RACES} times (not asked by `preflight`)", ["yes" if found.races_lost == 0 else f"**no**, {found.races_lost} times not" for found in everything])
     row("the whole contract", [found.contract for found in everything])
     row("`store.checksum`", [f"`{found.best.checksum}`" if found.best.verdict == "used" else "–" for found in everything])
     row("`prune`, then `gc`: a dropped image's data is gone", [short(found.best.prune) for found in everything])
     row("`gc`: what a killed saver left is gone", [short(found.best.gc) for found in everything])
-    row("**ckptstream**", [found.best.verdict if not found.best.wrong else "**wrong**" for found in everything])
-    lines += ["", "A **no** in bold is a promise without which a save would not be safe: `preflight` ends with 3. The others are warnings.", ""]
+    row("**ckptstream**", [verdict(found) for found in everything])
+    lines += ["", "A **no** in bold is a promise without which a save is not safe. `preflight` ends with 3 for it, but for that of creates at once, which it does not ask for: a store that is used without it is safe for one saver of a job at a time only. "
+              "What else is lacking is a warning.", ""]
     for found in everything:
         lines += paragraph(found)
     if not any(found.server.title == "Garage" for found in everything):
         lines += GARAGE_NOT_RUN
     return "\n".join(lines).rstrip() + "\n"
+
+
+def verdict(found):
+    if found.best.wrong:
+        return "**wrong**"
+    return f"{found.best.verdict}, **one saver only**" if found.gap else found.best.verdict
 
 
 def short(text):
@@ -653,6 +670,7 @@ def paragraph(found):
         lines.append(f"- `store.checksum = \"{life.checksum}\"`: {life.verdict}; `preflight` exit {life.preflight_code}; {life.said}")
         lines += [f"- `{name}`: {text}" for name, text in (("prune", life.prune), ("gc", life.gc)) if text.startswith("exit")]
         lines += [f"- **wrong**: {text}" for text in life.wrong]
+    lines += [f"- **gap**: {found.gap}"] if found.gap else []
     return lines + [""]
 
 
@@ -663,6 +681,7 @@ def main():
     parser.add_argument("--driver-dir", type=Path, required=True)
     parser.add_argument("--programs", action="append", default=[])
     parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--races", action="store_true")
     parser.add_argument("--write", type=Path)
     parser.add_argument("servers", nargs="+", choices=SERVERS)
     options = parser.parse_args()
@@ -681,6 +700,8 @@ def main():
     for found in everything:
         if found.server.is_used and found.best.verdict != "used":
             wrong.append(f"{found.server.title} is not used")
+        if found.server.keeps_contract and found.races_lost:
+            wrong.append(f"{found.server.title} lets more than one conditional create win {found.races_lost} of {RACES} times")
         if found.server.keeps_contract and found.contract != "yes":
             wrong.append(f"{found.server.title} keeps the contract {found.contract} only: {found.contract_said}")
     if wrong:
