@@ -40,6 +40,9 @@ cargo test --release --workspace --all-targets --locked
 say "== examples of docs/deploy"
 BIN_DIR=$TARGET_DIR/release scripts/deploy-check.sh
 
+say "== other S3 servers"
+BIN_DIR=$TARGET_DIR/release scripts/test-stores.sh --ci
+
 say "== process 1"
 if [ "$(id -u)" -eq 0 ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
     BIN_DIR=$TARGET_DIR/release scripts/pid1-test.sh
