@@ -512,7 +512,15 @@ impl<'a> Work<'a> {
             if self.dry_run {
                 return Ok(row);
             }
-            let aborted = self.store.abort_uploads_under(&prefix).await?;
+            let aborted = match self.store.abort_uploads_under(&prefix).await {
+                Err(StoreError::Refused { code, .. }) if is_unknown_to_the_store(&code) => {
+                    tracing::warn!(
+                        "{prefix}: uploads cannot be listed ({code}); those that were begun there stay until the bucket's own rules abort them"
+                    );
+                    0
+                }
+                aborted => aborted?,
+            };
             row.uploads += aborted;
             if objects.is_empty() && aborted == 0 {
                 return Ok(row);
@@ -525,6 +533,11 @@ impl<'a> Work<'a> {
         }
         Err(UpkeepError::Busy { prefix })
     }
+}
+
+/// The store has no such operation.
+fn is_unknown_to_the_store(code: &str) -> bool {
+    code.contains("NotImplemented") || code == "status 501"
 }
 
 #[cfg(test)]

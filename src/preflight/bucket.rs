@@ -10,6 +10,7 @@ use futures::stream::{self, StreamExt};
 
 use super::{Check, State, Subject};
 use crate::codec::Crc64;
+use crate::config::PartChecksum;
 use crate::error::one_line;
 use crate::manifest::claim_key;
 use crate::session::Session;
@@ -23,6 +24,8 @@ use crate::writer::{claim, now_ms, random_hex};
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Bytes are sent, and read, for so long at most.
 const MEASURED_FOR: Duration = Duration::from_millis(1200);
+/// Creates at once.
+const CONTESTANTS: usize = 8;
 /// At least so many parts, and at most.
 const PARTS_MIN: u64 = 2;
 const PARTS_MAX: u64 = 64;
@@ -61,6 +64,12 @@ const CONDITIONAL: Subject = Subject {
     why: "two savers of one job are told apart by who creates an entry first; a store that overwrites it would let both win",
     gravity: State::Failed,
     mend: "use a store that honours If-None-Match",
+};
+const AT_ONCE: Subject = Subject {
+    name: "store.create-at-once",
+    why: "two savers of one job may come at the same moment, and both would have it",
+    gravity: State::Failed,
+    mend: "use a store whose conditional writes are atomic",
 };
 const READ: Subject = Subject {
     name: "store.read",
@@ -165,8 +174,11 @@ impl Looking<'_> {
         let mut written = vec![claim.clone()];
         self.read(&claim).await;
         self.fresh(&claim).await;
+        written.extend(self.contest().await);
         written.extend(self.upload().await);
-        self.damaged().await;
+        if self.session.config.store.checksum != PartChecksum::None {
+            self.damaged().await;
+        }
         self.abort().await;
         self.list_uploads().await;
         self.delete(&written).await;
@@ -178,8 +190,17 @@ impl Looking<'_> {
         subject: &Subject,
         asking: impl Future<Output = Result<T, StoreError>>,
     ) -> Option<(T, Duration)> {
+        self.ask_within(PATIENCE, subject, asking).await
+    }
+
+    async fn ask_within<T>(
+        &mut self,
+        patience: Duration,
+        subject: &Subject,
+        asking: impl Future<Output = Result<T, StoreError>>,
+    ) -> Option<(T, Duration)> {
         let started = Instant::now();
-        let limit = PATIENCE.min(self.until.saturating_duration_since(started));
+        let limit = patience.min(self.until.saturating_duration_since(started));
         self.session.set_deadline(Some(started + limit));
         // What was sent is waited for a little longer than it is tried again.
         match tokio::time::timeout(limit + PATIENCE / 10, asking).await {
@@ -287,6 +308,31 @@ impl Looking<'_> {
         Some(key)
     }
 
+    /// Creates one object several times at once, with other bytes each. Its key, if anything was created.
+    async fn contest(&mut self) -> Option<Key> {
+        let key = self.key("contest.json");
+        let store = self.session.store.clone();
+        let creating = async {
+            let puts = (0..CONTESTANTS).map(|number| {
+                let body = format!("{{\"contestant\":{number}}}\n");
+                store.put_if_absent(&key, body.into())
+            });
+            let outcomes = join_all(puts).await;
+            outcomes.into_iter().collect::<Result<Vec<_>, _>>()
+        };
+        let (outcomes, _) = self.ask(&AT_ONCE, creating).await?;
+        let created = outcomes.iter().filter(|it| **it == PutOutcome::Created);
+        self.checks.push(match created.count() {
+            1 => AT_ONCE.ok(format!(
+                "one of {CONTESTANTS} at once is told that it was first"
+            )),
+            count => AT_ONCE.wrong(format!(
+                "{count} of {CONTESTANTS} at once are told that they were first"
+            )),
+        });
+        Some(key)
+    }
+
     async fn read(&mut self, key: &Key) {
         let store = &self.session.store;
         let reading = async {
@@ -370,7 +416,8 @@ impl Looking<'_> {
         let len: u64 = receipts.iter().map(|part| part.len).sum();
         let crc64 = crc64_of_parts(&receipts).value();
         let completing = store.complete_upload(&key, &upload, &receipts, len, crc64);
-        let Some((_, took)) = self.ask(&UPLOAD, completing).await else {
+        // Some take their time to put the parts together.
+        let Some((_, took)) = self.ask_within(2 * PATIENCE, &UPLOAD, completing).await else {
             let _ = self.session.store.abort_upload(&key, &upload).await;
             return None;
         };
@@ -475,10 +522,17 @@ impl Looking<'_> {
         self.session
             .set_deadline(Some(Instant::now() + PATIENCE / 10));
         let sent = tokio::time::timeout(PATIENCE, store.put_part(&key, &upload, first, damaged));
-        let is_taken = matches!(sent.await, Ok(Ok(_)));
-        self.checks.push(match is_taken {
-            true => CHECKED.wrong("a part whose checksum is wrong is taken"),
-            false => CHECKED.ok("a part whose checksum is wrong is refused"),
+        let says_why = |error: &StoreError| {
+            let why = one_line(error).to_ascii_lowercase();
+            ["digest", "checksum"].iter().any(|word| why.contains(word))
+        };
+        self.checks.push(match sent.await {
+            Ok(Ok(_)) => CHECKED.wrong("a part whose checksum is wrong is taken"),
+            Ok(Err(error)) if says_why(&error) => {
+                CHECKED.ok("a part whose checksum is wrong is refused")
+            }
+            Ok(Err(error)) => of_error(&CHECKED, &error),
+            Err(_elapsed) => CHECKED.wrong(format!("no answer within {PATIENCE:?}")),
         });
         // The check of aborts tells of it.
         self.session.set_deadline(Some(Instant::now() + PATIENCE));
