@@ -318,3 +318,15 @@ fn what_is_wrong_with_the_node_or_the_target_is_told() {
     let nowhere = scene.saver_with("job", "", &config).cli.run("preflight");
     assert_eq!(wrong(&nowhere), ["warning node.spill"], "{nowhere:?}");
 }
+
+#[test]
+fn a_store_that_lets_several_be_first_is_told_although_it_turns_a_second_one_away() {
+    let scene = Scene::new(&[]);
+    let rule = json!({
+        "op": "PutObject", "key_contains": "contest", "always": true, "action": {"ignore_conditions": true},
+    });
+    scene.server.set_rules(&json!([rule]));
+    let run = scene.saver("job", "").cli.run("preflight");
+    assert_eq!(wrong(&run), ["failed store.create-at-once"], "{run:?}");
+    assert_eq!(run.code, 3, "{run:?}");
+}
