@@ -290,6 +290,31 @@ mod tests {
     }
 
     #[test]
+    fn a_frozen_cgroup_is_found_in_both_versions() {
+        let mount = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = mount.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("a/b/cgroup.events", "populated 1\nfrozen 1\n");
+        write("a/c/cgroup.events", "populated 1\nfrozen 0\n");
+        write("freezer/a/b/freezer.state", "FROZEN\n");
+        write("freezer/a/c/freezer.state", "THAWED\n");
+        for (line, frozen) in [
+            ("0::/a/b", true),
+            ("0::/a/c", false),
+            ("0::/gone", false),
+            ("3:freezer:/a/b", true),
+            ("3:freezer:/a/c", false),
+            ("5:memory:/a/b", false),
+            ("nonsense", false),
+        ] {
+            assert_eq!(is_frozen(mount.path(), line), frozen, "{line}");
+        }
+    }
+
+    #[test]
     fn a_process_is_recognised_until_it_ends() {
         let mut child = sleeper();
         let target = Target::look(child.id()).unwrap();
