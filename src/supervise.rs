@@ -548,8 +548,7 @@ impl<'a> Supervisor<'a> {
             }
         };
         let (refused, not_before) = (watch.refused, watch.not_before);
-        // Whoever has been told that the node goes away is not saved in passing: the job has the time for itself.
-        let is_told = self.board.standing().earliest().is_some();
+        let mut withdrawals = self.board.subscribe();
         self.session.runtime.block_on(async {
             let notice = async {
                 // Without a timer where none is needed: one that is due now comes later than one that was due before, and a notice would wait behind every save in passing.
@@ -568,12 +567,21 @@ impl<'a> Supervisor<'a> {
                     }
                 }
             };
+            // Whoever has been told that the node goes away is not saved in passing: the job has the time for itself.
+            let interval = async {
+                at(watch.next_interval).await;
+                while withdrawals.borrow_and_update().earliest().is_some() {
+                    if withdrawals.changed().await.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                }
+            };
             tokio::select! {
                 biased;
                 status = job.ended() => Event::Ended(status),
                 notice = notice => Event::Notice(notice),
                 Some(signal) = for_the_job.recv() => Event::Signal(signal),
-                () = at(watch.next_interval), if !is_told => Event::Interval,
+                () = interval => Event::Interval,
                 () = at(Some(watch.arming.next_look())) => Event::Tend,
             }
         })
