@@ -7,7 +7,7 @@
 #   --only    these: testkit seaweedfs moto juicefs rclone s3rver s3s-fs garage
 #   --with    one more than testkit, seaweedfs, moto, juicefs and rclone: s3rver (needs npm), s3s-fs or garage (compiled, the latter in about 10 min)
 #   --write   writes docs/stores.md
-# BIN_DIR names a folder with the programs, libemulated_cuda.so and deps/it-*, the tests; without it they are built. Everything listens on 127.0.0.1. GPUs are emulated.
+# BIN_DIR names a folder with the programs, libemulated_cuda.so and deps/it-*, the tests; without it they are built. COMMIT is what they were built from, if not this tree. Everything listens on 127.0.0.1. GPUs are emulated.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -78,6 +78,6 @@ FLAGS+=(--programs "$CACHE/bin")
 use_test_store
 export AWS_CONFIG_FILE=/dev/null AWS_SHARED_CREDENTIALS_FILE=/dev/null RUST_BACKTRACE=0
 DRIVER_DIR=$(EMULATED_CUDA_LIB=$BIN_DIR/libemulated_cuda.so emulated_driver_dir)
-COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 "$PYTHON" scripts/test_stores.py --bin-dir "$BIN_DIR" --test-bin "$TEST_BIN" --driver-dir "$DRIVER_DIR" --commit "$COMMIT" "${FLAGS[@]}" "${SERVERS[@]}"
 say "test-stores: OK in $SECONDS s"
