@@ -341,12 +341,11 @@ impl Armed {
     /// # Errors
     /// The driver's.
     pub fn used_memory(&self) -> Result<u64, DriverError> {
-        let driver = &self.prepared.driver;
-        let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
-        used.sum()
+        let used = self.prepared.driver.used_memory_of_all()?;
+        Ok(used.into_iter().sum())
     }
 
-    /// There is no spill to be had that it should have.
+    /// It has a spill, or is to have none.
     pub fn has_its_spill(&self) -> bool {
         self.prepared.spill.is_ok()
     }

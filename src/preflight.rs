@@ -8,7 +8,7 @@
 mod bucket;
 mod node;
 
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -19,6 +19,7 @@ use crate::config::Config;
 use crate::error::{ExitCode, one_line};
 use crate::progress::Meter;
 use crate::session::Session;
+use crate::watchdog;
 
 use node::Node;
 
@@ -159,21 +160,16 @@ pub fn preflight(around: Surroundings) -> Findings {
     let job = around.config.job.to_string();
     let started = Instant::now();
     // The driver may take seconds to come up, or hang: meanwhile the store is asked.
-    let (tell, told) = mpsc::channel();
     let (config, pid) = (around.config.clone(), around.pid);
-    let looking = std::thread::Builder::new().name("node".to_owned());
-    let looking = looking.spawn(move || {
-        // Nobody waits any more when it hangs for too long.
-        let _ = tell.send(Node::look(&config, pid));
-    });
+    let looking = watchdog::aside("node", move || Node::look(&config, pid));
     let (mut checks, rates) = match open(&around) {
         Ok(session) => bucket::look(&session, started + STORE_LIMIT),
         Err(found) => (vec![CONNECT.wrong(found)], bucket::Rates::default()),
     };
     let left = (started + NODE_LIMIT).saturating_duration_since(Instant::now());
-    let node = match looking.map(|_thread| told.recv_timeout(left)) {
-        Ok(Ok(node)) => node,
-        Ok(Err(_hangs)) => Node::hangs(started.elapsed()),
+    let node = match looking.map(|looking| looking.within(left)) {
+        Ok(Some(node)) => node,
+        Ok(None) => Node::hangs(started.elapsed()),
         Err(error) => Node::without_a_thread(&error),
     };
     checks.extend(node.checks_with(&around.config, rates.upload));
@@ -187,17 +183,13 @@ pub fn preflight(around: Surroundings) -> Findings {
 
 /// The session, or why there is none. Certificates, credentials and directories may lie where nobody answers.
 fn open(around: &Surroundings) -> Result<Session, String> {
-    let (tell, told) = mpsc::channel();
     let (config, runtime) = (around.config.clone(), around.runtime.clone());
     let (meter, cancel) = (Arc::clone(&around.meter), around.cancel.clone());
-    let opening = std::thread::Builder::new().name("open".to_owned());
-    let opening = opening.spawn(move || {
-        // Nobody waits any more when it hangs for too long.
-        let _ = tell.send(Session::open(config, runtime, meter, cancel));
-    });
-    match opening.map(|_thread| told.recv_timeout(OPEN_LIMIT)) {
-        Ok(Ok(opened)) => opened.map_err(|failure| one_line(failure.cause.as_ref())),
-        Ok(Err(_hangs)) => Err(format!(
+    let open = move || Session::open(config, runtime, meter, cancel);
+    let opening = watchdog::aside("open", open);
+    match opening.map(|opening| opening.within(OPEN_LIMIT)) {
+        Ok(Some(opened)) => opened.map_err(|failure| one_line(failure.cause.as_ref())),
+        Ok(None) => Err(format!(
             "certificates, credentials or the store's directory do not answer within {OPEN_LIMIT:?}"
         )),
         Err(error) => Err(format!("a thread cannot be started: {error}")),

@@ -29,6 +29,8 @@ mod whereabouts;
 
 use std::any::Any;
 use std::ffi::OsString;
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -378,16 +380,13 @@ impl<'a> Supervisor<'a> {
     /// Nothing came of it: whoever had the job before may go on.
     fn give_up_the_job(&self) {
         let given_up = self.with_ours(async |ours, store| ours.give_up(store).await);
-        if let Some(Some(Err(error))) = given_up {
+        if let Some(Err(error)) = given_up {
             tracing::warn!("the job stays opened in its log: {}", one_line(&error));
         }
     }
 
-    /// Something to do with the job's log; `None` where the job is not ours, `Some(None)` where the store did not answer in time.
-    fn with_ours<T>(
-        &self,
-        deed: impl AsyncFn(&mut Ownership, &dyn Store) -> T,
-    ) -> Option<Option<T>> {
+    /// Something to do with the job's log. `None` where the job is not ours, or where the store did not answer in time, which is told.
+    fn with_ours<T>(&self, deed: impl AsyncFn(&mut Ownership, &dyn Store) -> T) -> Option<T> {
         let ours = self.session.ours.as_ref()?;
         let store = &*self.session.store_for_clean_up;
         // Whoever waits for us does not wait for a store that does not answer.
@@ -406,7 +405,7 @@ impl<'a> Supervisor<'a> {
         if done.is_err() {
             tracing::warn!("the job's log does not have our word: no answer within {limit:.1?}");
         }
-        Some(done.ok())
+        done.ok()
     }
 
     fn watch_over(&mut self, job: &JobProcess, from: Option<&Image>) -> Result<End, Failure> {
@@ -516,10 +515,14 @@ impl<'a> Supervisor<'a> {
 
     /// There is time for another save.
     fn may_try_again(&self, notice: &Notice) -> bool {
+        Instant::now() + TRY_AGAIN_AFTER < self.due(notice)
+    }
+
+    /// When a save for this notice has to be over, by those that stand now.
+    fn due(&self, notice: &Notice) -> Instant {
         let standing = self.board.standing();
         let notice = standing.earliest().unwrap_or(notice);
-        let due = notice.due(self.session.config.preempt.margin);
-        Instant::now() + TRY_AGAIN_AFTER < due
+        notice.due(self.session.config.preempt.margin)
     }
 
     fn tell_of(&self, arming: &Arming) {
@@ -635,7 +638,7 @@ impl<'a> Supervisor<'a> {
             ours.must_be_ours(store).await?;
             ours.finish(store, Some(code)).await
         });
-        match told.flatten() {
+        match told {
             Some(Err(OwnershipError::Fenced { what, .. })) => {
                 tracing::warn!("the job {status} here, and lives elsewhere: {what}");
             }
@@ -654,6 +657,14 @@ fn is_suspended(outcome: &Outcome) -> bool {
         .targets
         .iter()
         .all(|target| target.state == "checkpointed")
+}
+
+/// Replaces a file: a reader sees the old one or the new one.
+fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    std::fs::write(&new, text)?;
+    std::fs::rename(&new, path)
 }
 
 fn verdict_of(failure: &Failure) -> Verdict {

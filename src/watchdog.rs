@@ -1,8 +1,9 @@
-//! Calls that ought to return, and are told of when they do not.
+//! Calls that ought to return, and are told of, or not waited for, when they do not.
 //!
 //! In: a call that cannot be interrupted, and how long it usually takes at most. Out: its result, whenever it comes. Nothing here can fail: a call that hangs is not given up, because what it did is known only once it
 //! has returned.
 
+use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,35 @@ pub const USUAL: Duration = Duration::from_secs(10);
 const TELL_EVERY: Duration = Duration::from_secs(5);
 /// It is late when it takes so much longer than it should.
 const SLACK: Duration = Duration::from_secs(1);
+
+/// A call on a thread of its own.
+#[derive(Debug)]
+pub struct Aside<T>(mpsc::Receiver<T>);
+
+/// Makes a call that may hang, and whose end nobody depends on, on a thread of this name.
+///
+/// # Errors
+/// The system has no thread left.
+pub fn aside<T: Send + 'static>(
+    name: &str,
+    call: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<Aside<T>> {
+    let (tell, told) = mpsc::channel();
+    std::thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(move || {
+            // Nobody listens any more when it took too long.
+            let _ = tell.send(call());
+        })?;
+    Ok(Aside(told))
+}
+
+impl<T> Aside<T> {
+    /// Its result, if it comes so soon; it goes on otherwise, and is not heard.
+    pub fn within(self, limit: Duration) -> Option<T> {
+        self.0.recv_timeout(limit).ok()
+    }
+}
 
 /// Makes the call on this thread. Another one tells when it is late.
 pub fn watch<T>(name: &str, usual: Duration, call: impl FnOnce() -> T) -> T {

@@ -83,11 +83,11 @@ impl Memory {
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
         driver.retain_contexts()?;
         session.check_cancelled()?;
-        let used = (0..driver.devices().len()).map(|device| match in_use {
-            true => driver.used_memory(device),
-            false => Ok(driver.devices()[device].memory_len),
-        });
-        let plan = plan.for_memory_in_use(&used.collect::<Result<Vec<_>, _>>()?);
+        let used = match in_use {
+            true => driver.used_memory_of_all()?,
+            false => driver.devices().iter().map(|gpu| gpu.memory_len).collect(),
+        };
+        let plan = plan.for_memory_in_use(&used);
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut rings = Vec::new();
         for device in 0..driver.devices().len() {

@@ -214,7 +214,7 @@ impl Spill {
         uploads: &mut Vec<OpenUpload>,
     ) -> Result<(), SpillError> {
         let failed = |source| not_set_aside(config, source);
-        let used = used_memory(driver)?;
+        let used = driver.used_memory_of_all()?;
         let in_all = used.iter().copied().fold(0, u64::saturating_add);
         for (device, (gpu, used)) in driver.devices().iter().zip(&used).enumerate() {
             let key = object_key(&session.config.job, &attempt.nonce, target, gpu)?;
@@ -238,7 +238,7 @@ impl Spill {
         on_failure: OnFailure,
     ) -> Result<Self, NoSpill> {
         self.store.set_deadline(session.deadline());
-        let used = used_memory(driver).map_err(SpillError::from);
+        let used = driver.used_memory_of_all().map_err(SpillError::from);
         let left = used.and_then(|used| {
             let in_all = used.into_iter().fold(0, u64::saturating_add);
             leave_time(session, &self.config, self.took, in_all, on_failure)
@@ -255,7 +255,7 @@ impl Spill {
     /// The target is locked, and its memory as large as it will be: sets aside what it took since.
     pub(super) fn top_up(&self, session: &Session, driver: &Driver) {
         let topping_up = async {
-            let used = used_memory(driver)?;
+            let used = driver.used_memory_of_all()?;
             let in_all = used.iter().copied().fold(0, u64::saturating_add);
             for (open, used) in self.uploads.iter().zip(used) {
                 let disk = self.store.inner();
@@ -462,12 +462,6 @@ async fn remove_unsealed(disk: &dyn Store, job: &JobName) -> Result<(), SealedEr
         }
     }
     Ok(())
-}
-
-/// Bytes in use of each GPU.
-fn used_memory(driver: &Driver) -> Result<Vec<u64>, DriverError> {
-    let devices = 0..driver.devices().len();
-    devices.map(|device| driver.used_memory(device)).collect()
 }
 
 /// Whether anything that may happen needs the spill.

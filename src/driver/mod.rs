@@ -487,6 +487,15 @@ impl Driver {
             .map(|(free, total)| total.saturating_sub(free))
     }
 
+    /// The same of every GPU.
+    ///
+    /// # Errors
+    /// [`DriverError::Call`] of any of the calls.
+    pub fn used_memory_of_all(&self) -> Result<Vec<u64>, DriverError> {
+        let devices = 0..self.devices.len();
+        devices.map(|device| self.used_memory(device)).collect()
+    }
+
     /// Free and total memory of a GPU in bytes.
     fn memory(&self, device: usize) -> Result<(u64, u64), DriverError> {
         self.make_current(device)?;

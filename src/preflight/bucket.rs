@@ -200,17 +200,26 @@ impl Looking<'_> {
         asking: impl Future<Output = Result<T, StoreError>>,
     ) -> Option<(T, Duration)> {
         let started = Instant::now();
-        let limit = patience.min(self.until.saturating_duration_since(started));
-        self.session.set_deadline(Some(started + limit));
-        // What was sent is waited for a little longer than it is tried again.
-        match tokio::time::timeout(limit + PATIENCE / 10, asking).await {
+        match self.answer(patience, asking).await {
             Ok(Ok(answer)) => return Some((answer, started.elapsed())),
             Ok(Err(error)) => self.failed(subject, &error),
-            Err(_elapsed) => self
-                .checks
-                .push(subject.wrong(format!("no answer within {limit:.1?}"))),
+            Err(limit) => self.checks.push(no_answer(subject, limit)),
         }
         None
+    }
+
+    /// What a request answers that is tried for so long, or the time after which there was no answer.
+    async fn answer<T>(
+        &self,
+        patience: Duration,
+        asking: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<Result<T, StoreError>, Duration> {
+        let now = Instant::now();
+        let limit = patience.min(self.until.saturating_duration_since(now));
+        self.session.set_deadline(Some(now + limit));
+        // What was sent is waited for a little longer than it is tried again.
+        let answer = tokio::time::timeout(limit + PATIENCE / 10, asking).await;
+        answer.map_err(|_elapsed| limit)
     }
 
     fn failed(&mut self, subject: &Subject, error: &StoreError) {
@@ -353,24 +362,21 @@ impl Looking<'_> {
         let Some(etag) = info.etag else {
             return;
         };
-        let part = 1..whole.len() as u64 - 1;
-        let store = &self.session.store;
-        let mut sink = Sink::default();
-        let matching = store.read_range(key, part.clone(), Some(&etag), &mut sink);
+        let inner = &whole[1..whole.len() - 1];
+        let range = 1..1 + inner.len() as u64;
+        let mut part = vec![0; inner.len()];
+        let store = self.session.store.clone();
+        let matching = store.get_range(key, range.clone(), Some(&etag), &mut part);
         if self.ask(&CONDITIONAL_READ, matching).await.is_none() {
             return;
         }
-        if sink.0 != whole[1..whole.len() - 1] {
+        if part != inner {
             self.checks
                 .push(READ.wrong("a range of an object is not what lies there"));
             return;
         }
-        let store = &self.session.store;
-        let mut sink = Sink::default();
-        let wrong = store.read_range(key, part, Some("\"0123456789abcdef\""), &mut sink);
-        let started = Instant::now();
-        self.session.set_deadline(Some(started + PATIENCE));
-        let check = match tokio::time::timeout(PATIENCE, wrong).await {
+        let wrong = store.get_range(key, range, Some("\"0123456789abcdef\""), &mut part);
+        let check = match self.answer(PATIENCE, wrong).await {
             Ok(Err(StoreError::Mismatch { .. })) => {
                 CONDITIONAL_READ.ok("another object than the one that is meant is not read")
             }
@@ -378,7 +384,7 @@ impl Looking<'_> {
                 CONDITIONAL_READ.wrong("the store gives an object whose tag is another one")
             }
             Ok(Err(error)) => of_error(&CONDITIONAL_READ, &error),
-            Err(_elapsed) => CONDITIONAL_READ.wrong(format!("no answer within {PATIENCE:?}")),
+            Err(limit) => no_answer(&CONDITIONAL_READ, limit),
         };
         self.checks.push(check);
     }
@@ -521,18 +527,19 @@ impl Looking<'_> {
         // A store that refuses it is asked again, as for any damage on the way.
         self.session
             .set_deadline(Some(Instant::now() + PATIENCE / 10));
-        let sent = tokio::time::timeout(PATIENCE, store.put_part(&key, &upload, first, damaged));
+        let sending = store.put_part(&key, &upload, first, damaged);
+        let sent = tokio::time::timeout(PATIENCE, sending).await;
         let says_why = |error: &StoreError| {
             let why = one_line(error).to_ascii_lowercase();
             ["digest", "checksum"].iter().any(|word| why.contains(word))
         };
-        self.checks.push(match sent.await {
+        self.checks.push(match sent {
             Ok(Ok(_)) => CHECKED.wrong("a part whose checksum is wrong is taken"),
             Ok(Err(error)) if says_why(&error) => {
                 CHECKED.ok("a part whose checksum is wrong is refused")
             }
             Ok(Err(error)) => of_error(&CHECKED, &error),
-            Err(_elapsed) => CHECKED.wrong(format!("no answer within {PATIENCE:?}")),
+            Err(_elapsed) => no_answer(&CHECKED, PATIENCE),
         });
         // The check of aborts tells of it.
         self.session.set_deadline(Some(Instant::now() + PATIENCE));
@@ -588,6 +595,10 @@ impl Looking<'_> {
     }
 }
 
+fn no_answer(subject: &Subject, limit: Duration) -> Check {
+    subject.wrong(format!("no answer within {limit:.1?}"))
+}
+
 /// A failure, and what its own words say about mending it.
 fn of_error(subject: &Subject, error: &StoreError) -> Check {
     let found = one_line(error);
@@ -631,20 +642,6 @@ fn random_part(len: usize) -> PartBody {
 #[expect(clippy::cast_precision_loss, reason = "a rate")]
 fn rate(bytes: u64, took: Duration) -> f64 {
     bytes as f64 / took.as_secs_f64().max(1e-6)
-}
-
-/// Keeps what it is given.
-#[derive(Default)]
-struct Sink(Vec<u8>);
-
-impl RangeSink for Sink {
-    fn restart(&mut self) {
-        self.0.clear();
-    }
-
-    fn put(&mut self, bytes: &[u8]) {
-        self.0.extend_from_slice(bytes);
-    }
 }
 
 /// Counts what it is given.

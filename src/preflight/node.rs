@@ -305,8 +305,8 @@ fn has_cap_sys_ptrace() -> bool {
 /// Bytes that the GPUs have in use; this takes a context of each.
 fn used(driver: &Driver) -> Option<u64> {
     driver.retain_contexts().ok()?;
-    let used = (0..driver.devices().len()).map(|device| driver.used_memory(device));
-    used.sum::<Result<u64, _>>().ok()
+    let used = driver.used_memory_of_all().ok()?;
+    Some(used.into_iter().sum())
 }
 
 fn spill(config: &Config, to_save: u64) -> Option<Check> {

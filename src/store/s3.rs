@@ -150,16 +150,21 @@ impl S3Store {
         format!("{}{key}", self.prefix)
     }
 
-    /// The answer to a request that was made in this manner; `None` when it is to be made again, as the store wants it.
-    fn settled<T>(
-        &self,
-        made: Manner,
-        answer: Result<T, Box<Fault>>,
-    ) -> Option<Result<T, StoreError>> {
-        match answer {
-            Err(fault) if self.habits.learn(made, &fault, &self.describe()) => None,
-            answer => Some(answer.map_err(StoreError::from)),
+    /// Makes a request, and again for everything that the store turns out to want otherwise.
+    fn as_it_wants<'a, T: Send + 'a>(
+        &'a self,
+        ask: impl Fn(Manner) -> BoxFuture<'a, Result<T, Box<Fault>>> + Send + 'a,
+    ) -> BoxFuture<'a, Result<T, StoreError>> {
+        async move {
+            loop {
+                let made = self.habits.now();
+                match ask(made).await {
+                    Err(fault) if self.habits.learn(made, &fault, &self.describe()) => {}
+                    answer => return answer.map_err(StoreError::from),
+                }
+            }
         }
+        .boxed()
     }
 
     /// Longest wait for an answer that may take the store some work.
@@ -819,16 +824,7 @@ fn tag(operation: &'static str, key: &Key, found: Option<String>) -> Result<Stri
 
 impl Store for S3Store {
     fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>> {
-        async move {
-            loop {
-                let made = self.habits.now();
-                let answer = self.begin(key, made).await;
-                if let Some(answer) = self.settled(made, answer) {
-                    return answer;
-                }
-            }
-        }
-        .boxed()
+        self.as_it_wants(move |made| self.begin(key, made).boxed())
     }
 
     fn put_part<'a>(
@@ -838,16 +834,7 @@ impl Store for S3Store {
         number: PartNumber,
         body: PartBody,
     ) -> BoxFuture<'a, Result<PartReceipt, StoreError>> {
-        async move {
-            loop {
-                let made = self.habits.now();
-                let answer = self.part(key, upload, number, body.clone(), made).await;
-                if let Some(answer) = self.settled(made, answer) {
-                    return answer;
-                }
-            }
-        }
-        .boxed()
+        self.as_it_wants(move |made| self.part(key, upload, number, body.clone(), made).boxed())
     }
 
     fn complete_upload<'a>(
@@ -858,16 +845,7 @@ impl Store for S3Store {
         len: u64,
         crc64: u64,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        async move {
-            loop {
-                let made = self.habits.now();
-                let answer = self.complete(key, upload, parts, len, crc64, made).await;
-                if let Some(answer) = self.settled(made, answer) {
-                    return answer;
-                }
-            }
-        }
-        .boxed()
+        self.as_it_wants(move |made| self.complete(key, upload, parts, len, crc64, made).boxed())
     }
 
     fn abort_upload<'a>(
@@ -883,16 +861,7 @@ impl Store for S3Store {
         key: &'a Key,
         body: Bytes,
     ) -> BoxFuture<'a, Result<PutOutcome, StoreError>> {
-        async move {
-            loop {
-                let made = self.habits.now();
-                let answer = self.create(key, body.clone(), made).await;
-                if let Some(answer) = self.settled(made, answer) {
-                    return answer;
-                }
-            }
-        }
-        .boxed()
+        self.as_it_wants(move |made| self.create(key, body.clone(), made).boxed())
     }
 
     fn get<'a>(

@@ -4,7 +4,7 @@
 //!
 //! It costs the job some GPU memory for our contexts (`preempt.contexts`), and the node the pinned buffers. Nothing is asked of the GPUs meanwhile.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::pipeline::PipelineError;
 use crate::session::Session;
 use crate::target::{Target, descendants};
+use crate::watchdog;
 
 /// Uploads that nobody uses are not kept for longer: stores and `gc` give up what is older than a day.
 const ANEW_AFTER: Duration = Duration::from_secs(3600);
@@ -233,7 +234,7 @@ impl Arming {
         let is_new = before.is_some() || self.why_not.as_ref() != Some(&why_not);
         self.why_not = Some(why_not);
         if let Some(armed) = before {
-            self.leaving = leave(*armed, &self.on_the_side);
+            self.leave(*armed);
         }
         is_new
     }
@@ -271,18 +272,15 @@ impl Arming {
 
     /// When to look after it next.
     pub(super) fn next_look(&self) -> Instant {
-        let every = match self.since.elapsed() < SOON {
-            true => LOOK_EVERY,
-            false => LOOK_LESS,
-        };
-        let soon = Instant::now() + LOOK_EVERY;
+        let now = Instant::now();
         match &self.state {
-            State::Up(_) => Instant::now() + LOOK_SELDOM,
-            State::Coming(_) => soon,
+            State::Up(_) => now + LOOK_SELDOM,
+            State::Coming(_) => now + LOOK_EVERY,
             State::Down if self.session.config.preempt.contexts == Contexts::AtNotice => {
-                Instant::now() + LOOK_SELDOM
+                now + LOOK_SELDOM
             }
-            State::Down => (Instant::now() + every).max(self.not_before),
+            State::Down if self.since.elapsed() < SOON => (now + LOOK_EVERY).max(self.not_before),
+            State::Down => (now + LOOK_LESS).max(self.not_before),
         }
     }
 
@@ -299,9 +297,18 @@ impl Arming {
         self.why_not.as_deref()
     }
 
-    /// Gives back what was taken, in the background.
+    /// Gives back what was prepared, in the background: the store may be slow.
     pub(super) fn leave(&mut self, armed: Armed) {
-        self.leaving = leave(armed, &self.on_the_side);
+        let leaving = std::thread::Builder::new().name("arming".to_owned());
+        let on_the_side = Arc::clone(&self.on_the_side);
+        let leave = move || {
+            let _on_the_side = on_the_side;
+            armed.stand_down();
+        };
+        let leaving = leaving.spawn(leave);
+        self.leaving = leaving
+            .inspect_err(|error| tracing::warn!("what was prepared is not given back: {error}"))
+            .ok();
     }
 
     /// What was prepared before is still being given back.
@@ -349,20 +356,6 @@ impl Arming {
     }
 }
 
-/// Gives back what was prepared, in the background: the store may be slow.
-fn leave(armed: Armed, on_the_side: &Arc<()>) -> Option<JoinHandle<()>> {
-    let leaving = std::thread::Builder::new().name("arming".to_owned());
-    let on_the_side = Arc::clone(on_the_side);
-    let leave = move || {
-        let _on_the_side = on_the_side;
-        armed.stand_down();
-    };
-    let leaving = leaving.spawn(leave);
-    leaving
-        .inspect_err(|error| tracing::warn!("what was prepared is not given back: {error}"))
-        .ok()
-}
-
 fn join(thread: JoinHandle<Result<Armed, Failure>>) -> Result<Armed, Failure> {
     thread.join().unwrap_or_else(|panic| {
         let panicked = PipelineError::of_story(panic.as_ref());
@@ -377,23 +370,19 @@ fn join(thread: JoinHandle<Result<Armed, Failure>>) -> Result<Armed, Failure> {
 pub(super) fn gpu_process(driver: &Arc<Driver>, job: &JobProcess) -> Result<Option<u32>, Failure> {
     let failed = |code: ExitCode, why: String| Failure::new(code, Phase::Prepare, why);
     // A driver that hangs must not keep us from notices and from the job's end.
-    let (tell, told) = mpsc::channel();
     let (driver, pid) = (Arc::clone(driver), job.pid);
-    let looking = std::thread::Builder::new().name("state".to_owned());
-    let looking = looking.spawn(move || {
-        let users = descendants(pid)
-            .into_iter()
-            .filter_map(|pid| uses_cuda(&driver, pid));
-        // Nobody listens any more when it took too long.
-        let _ = tell.send(users.collect::<Result<Vec<u32>, DriverError>>());
+    let looking = watchdog::aside("state", move || {
+        let users = descendants(pid).into_iter();
+        let users = users.filter_map(|pid| uses_cuda(&driver, pid));
+        users.collect::<Result<Vec<u32>, DriverError>>()
     });
-    looking.map_err(|error| {
+    let looking = looking.map_err(|error| {
         failed(
             ExitCode::RolledBack,
             format!("no thread can be started: {error}"),
         )
     })?;
-    let Ok(found) = told.recv_timeout(STATE_WITHIN) else {
+    let Some(found) = looking.within(STATE_WITHIN) else {
         let why = format!(
             "the driver does not say within {STATE_WITHIN:?} in what state the job's processes are (pid {pid})"
         );

@@ -196,7 +196,7 @@ impl Supervisor<'_> {
             Ok::<_, Box<dyn Error + Send + Sync>>(number)
         });
         let id = image_id(generation);
-        match counted.flatten() {
+        match counted {
             Some(Ok(FAILED_RUNS)) => {
                 tracing::error!(
                     "image {id} failed to restore in {FAILED_RUNS} runs, and is not tried any more"
@@ -305,10 +305,14 @@ impl Supervisor<'_> {
                 let why = format!("job.restore_command {status} before it could be restored into");
                 return Err(refused(why.into()));
             }
-            if let Some(pid) = gpu_process(&driver, job)?
-                && matches!(driver.state(pid), Ok(ProcessState::Checkpointed))
-            {
-                return Ok(pid);
+            match gpu_process(&driver, job) {
+                Ok(Some(pid)) if matches!(driver.state(pid), Ok(ProcessState::Checkpointed)) => {
+                    return Ok(pid);
+                }
+                // A look that fails at a process that is just coming up says nothing.
+                Ok(_) => {}
+                Err(failure) if failure.code == ExitCode::RolledBack => {}
+                Err(failure) => return Err(failure),
             }
             if Instant::now() >= until {
                 let why = format!(

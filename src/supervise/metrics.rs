@@ -19,6 +19,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 
 use super::desk::{Desk, Report};
+use super::replace;
 
 /// Pause between two writes of the file.
 const WRITE_EVERY: Duration = Duration::from_secs(15);
@@ -221,12 +222,9 @@ pub(super) fn write_now_and_then(runtime: &Handle, path: &Path, desk: &Desk) {
     });
 }
 
-/// Replaces the file: a reader sees the old one or the new one.
+/// Writes the file.
 pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
-    let mut new = path.as_os_str().to_owned();
-    new.push(".new");
-    std::fs::write(&new, text(report))?;
-    std::fs::rename(&new, path)
+    replace(path, text(report).as_bytes())
 }
 
 #[cfg(test)]

@@ -52,15 +52,8 @@ impl Supervisor<'_> {
     /// One save before the node goes away.
     pub(super) fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
-        let margin = self.session.config.preempt.margin;
         // Another one may come meanwhile.
-        let due = || {
-            self.board
-                .standing()
-                .earliest()
-                .unwrap_or(notice)
-                .due(margin)
-        };
+        let due = || self.due(notice);
         let mut prepared = match self.prepared(job, watch, || Some(due())) {
             Ok(prepared) => prepared,
             Err(failure) => return self.failed(&self.session, job, watch, failure),
@@ -216,7 +209,7 @@ impl Supervisor<'_> {
     /// Somebody else has opened the job since we did. Where the store does not say, nobody has.
     fn is_fenced(&self) -> bool {
         let looked = self.with_ours(async |ours, store| ours.must_be_ours(store).await.map(drop));
-        matches!(looked, Some(Some(Err(OwnershipError::Fenced { .. }))))
+        matches!(looked, Some(Err(OwnershipError::Fenced { .. })))
     }
 
     /// Why a save will be late, by the rate of the last one.

@@ -5,6 +5,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::replace;
 use crate::config::Config;
 use crate::writer::ProcessIdentity;
 
@@ -47,20 +48,13 @@ impl Whereabouts {
     pub(super) fn note(&self, pid: u32) {
         let noted = ProcessIdentity::of(pid)
             .map_err(io::Error::other)
-            .and_then(|job| self.write(&serde_json::to_vec(&job)?));
+            .and_then(|job| replace(&self.path, &serde_json::to_vec(&job)?));
         if let Err(error) = noted {
             tracing::warn!(
                 "a later run on this node will not know of process {pid}: {}: {error}",
                 self.path.display()
             );
         }
-    }
-
-    /// Whole, or not at all.
-    fn write(&self, text: &[u8]) -> io::Result<()> {
-        let new = self.path.with_extension("new");
-        std::fs::write(&new, text)?;
-        std::fs::rename(&new, &self.path)
     }
 
     /// The job is not supervised any more, because it has ended or was ended.

@@ -183,9 +183,7 @@ fn credentials_that_end_during_a_save_cost_it_nothing() {
     }]));
     let mut target = scene.target();
     target.wait_for("step 2 ");
-    let saver = scene.saver("job", "");
-    let patient = saver.cli.config_text().replace("1500ms", "120s");
-    let saver = saver.with_config(&patient);
+    let saver = scene.saver("job", "").patient();
     let mut command = saver
         .cli
         .command(&format!("checkpoint --json --pid {}", target.pid()));

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::support::process::{PATIENCE, Process};
 use super::support::s3_server::{has_credentials, testkit};
-use super::support::scene::{Saver, Scene, TARGET, until};
+use super::support::scene::{Scene, TARGET, until};
 use super::support::supervised::{Job, REQUEUE, Supervised, notified, status};
 use super::support::{Target, step_of};
 
@@ -729,12 +729,7 @@ fn a_store_that_hangs_while_a_save_is_prepared_takes_no_more_than_the_notice() {
     let job = Job::new(&scene, TARGET).with("[preempt]\nnotice = \"3s\"\n");
     // Its own requests would be tried for two minutes.
     let (saver, command) = job.command("");
-    let file = saver
-        .cli
-        .config_text()
-        .replace("1500ms", "120s")
-        .replace("_timeout = \"1s\"", "_timeout = \"60s\"");
-    let saver = saver.with_config(&file);
+    let saver = saver.unhurried();
     scene.server.set_rules(&json!([
         {"op": "PutObject", "key_contains": "attempt.json", "always": true, "action": {"stall": true}},
     ]));
@@ -750,14 +745,6 @@ fn a_store_that_hangs_while_a_save_is_prepared_takes_no_more_than_the_notice() {
         "{:?}",
         started.elapsed()
     );
-}
-
-/// With requests that are tried for two minutes: what is slow on purpose must not fail on a slow machine.
-fn patient(saver: Saver) -> Saver {
-    let text = saver.cli.config_text();
-    let text = text.replace("1500ms", "120s");
-    let text = text.replace("_timeout = \"1s\"", "_timeout = \"60s\"");
-    saver.with_config(&text)
 }
 
 /// Waits until the supervision on the scene's node tells this of itself.
@@ -796,8 +783,8 @@ fn a_notice_ends_a_restore_and_costs_the_image_nothing() {
             {"op": "GetObject", "key_contains": ".zst", "from": from, "action": {"stall": true}},
         ]));
         let (saver, command) = job.command("");
-        let patient = saver.cli.config_text().replace("1500ms", "120s");
-        let text = format!("{patient}\n[restore]\nverify = \"all\"\n");
+        let saver = saver.patient();
+        let text = format!("{}\n[restore]\nverify = \"all\"\n", saver.cli.config_text());
         let run = Supervised::start((saver.with_config(&text), command));
         until(|| {
             let requests = scene.server.requests("GetObject");
@@ -856,7 +843,7 @@ fn saves_in_passing_that_take_longer_than_their_interval_let_a_notice_in() {
     let config = "interval = \"1s\"\ninterval_share = 100\n[preempt]\ndeadline_policy = \"try\"\n";
     let job = Job::new(&scene, TARGET).with(config);
     let (saver, command) = job.command("");
-    let mut run = Supervised::start((patient(saver), command));
+    let mut run = Supervised::start((saver.unhurried(), command));
     run.wait_for("step 1 ");
     scene.server.set_rules(&json!([
         {"op": ["UploadPart", "CompleteMultipartUpload"], "always": true, "action": {"delay_before_ms": 700}},
@@ -925,7 +912,7 @@ fn a_job_that_was_refused_is_not_saved_in_passing_until_it_is_lost() {
     let script = format!("trap '' TERM; exec {} target {TARGET}", testkit().display());
     let mut command = saver.cli.command("run");
     command.args(["--", "sh", "-c", &script]);
-    let mut run = Supervised::start((patient(saver), command));
+    let mut run = Supervised::start((saver.unhurried(), command));
     scene.server.set_rules(&json!([
         {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 900}},
     ]));
@@ -933,6 +920,7 @@ fn a_job_that_was_refused_is_not_saved_in_passing_until_it_is_lost() {
     std::fs::write(&notice, "2100ms").expect("a notice");
     until_status(&scene, |report| report.saves_failed >= 1);
     let committed = scene.images("job").len();
+    // Three intervals in which nothing may happen.
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(scene.images("job").len(), committed);
     run.wait_for("step ");

@@ -230,6 +230,20 @@ impl Saver {
         }
     }
 
+    /// Requests that fail are tried again for two minutes.
+    pub(crate) fn patient(self) -> Self {
+        let text = self.cli.config_text().replace("1500ms", "120s");
+        self.with_config(&text)
+    }
+
+    /// The same, and a single one may take a minute: what is slow on purpose must not fail on a slow machine.
+    pub(crate) fn unhurried(self) -> Self {
+        let patient = self.patient();
+        let text = patient.cli.config_text();
+        let text = text.replace("_timeout = \"1s\"", "_timeout = \"60s\"");
+        patient.with_config(&text)
+    }
+
     /// How often the driver was called so.
     pub(crate) fn calls(&self, function: &str) -> usize {
         self.trace()

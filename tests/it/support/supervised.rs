@@ -178,8 +178,7 @@ impl<'a> Job<'a> {
     /// The same with a store that is asked again for as long as a test wants to hold it up.
     pub(crate) fn start_patiently(&self) -> Supervised {
         let (saver, command) = self.command("");
-        let patient = saver.cli.config_text().replace("1500ms", "120s");
-        Supervised::start((saver.with_config(&patient), command))
+        Supervised::start((saver.patient(), command))
     }
 }
 
