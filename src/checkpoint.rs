@@ -23,6 +23,7 @@ mod commit;
 mod fallback;
 mod memory;
 mod spill;
+mod whole;
 
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -53,8 +54,8 @@ use crate::store::{Key, Store};
 use crate::target::{Target, TargetError};
 use crate::watchdog;
 use crate::writer::random_hex;
-use attempt::Attempt;
-use commit::commit;
+use attempt::{Attempt, Planned};
+use commit::{Captured, commit};
 use memory::Memory;
 pub(crate) use memory::plan;
 use spill::{NoSpill, Spill};
@@ -89,6 +90,9 @@ pub fn checkpoint(
         (_, wanted) => wanted,
     };
     let nonce = random_hex::<16>();
+    if whole::is_asked_for(session) {
+        return whole::checkpoint(session, pid, then, while_saved, &nonce);
+    }
     let _named = named(&nonce).entered();
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
     let custody = take_custody(session, pid)?;
@@ -164,7 +168,8 @@ fn prepare(
         std::thread::scope(|scope| {
             let opening = scope.spawn(|| {
                 let _named = span.entered();
-                Attempt::open(session, &driver, custody, nonce, while_saved)
+                let objects = Planned::of_gpus(&driver, 0, &custody.target);
+                Attempt::open(session, &driver, custody, nonce, while_saved, &objects)
             });
             let allocate =
                 AssertUnwindSafe(|| Memory::allocate(session, &driver, plan, runs, in_use));
@@ -623,11 +628,11 @@ fn keep(
     expect_still(driver, target, ProcessState::Checkpointing)
         .map_err(|error| lost(Phase::Commit, error.into()))?;
     failpoint::pass("commit:target stood still");
-    let image =
-        commit(session, driver, target, attempt, lanes, etags).map_err(|error| Failure {
-            code: error.code(),
-            ..lost(Phase::Commit, error.into())
-        })?;
+    let captured = Captured::gpus(driver, target);
+    let image = commit(session, &captured, attempt, lanes, etags).map_err(|error| Failure {
+        code: error.code(),
+        ..lost(Phase::Commit, error.into())
+    })?;
     around.custody.note(Step::Committed {
         generation: image.generation,
     });
@@ -647,19 +652,25 @@ fn is_the_drivers(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
 
 /// The target, which nobody else has.
 fn take_custody(session: &Session, pid: u32) -> Result<Custody, Failure> {
-    Custody::take(session, pid, "checkpoint").map_err(|error| {
-        let code = match &error {
-            CustodyError::Target(TargetError::Gone { .. } | TargetError::Ended { .. }) => {
-                ExitCode::NothingToSave
-            }
-            CustodyError::Target(TargetError::Thread { .. } | TargetError::Ourselves { .. }) => {
-                ExitCode::Config
-            }
-            error if error.is_held() => ExitCode::NotOurs,
-            _ => ExitCode::Preflight,
-        };
-        Failure::new(code, Phase::Prepare, error)
-    })
+    Custody::take(session, pid, "checkpoint").map_err(custody_failure)
+}
+
+fn custody_failure(error: CustodyError) -> Failure {
+    match error {
+        CustodyError::Target(error) => target_failure(error),
+        error if error.is_held() => Failure::new(ExitCode::NotOurs, Phase::Prepare, error),
+        error => Failure::new(ExitCode::Preflight, Phase::Prepare, error),
+    }
+}
+
+/// The target cannot be looked at.
+fn target_failure(error: TargetError) -> Failure {
+    let code = match error {
+        TargetError::Gone { .. } | TargetError::Ended { .. } => ExitCode::NothingToSave,
+        TargetError::Thread { .. } | TargetError::Ourselves { .. } => ExitCode::Config,
+        _ => ExitCode::Preflight,
+    };
+    Failure::new(code, Phase::Prepare, error)
 }
 
 /// The driver, and the target, running.

@@ -6,6 +6,7 @@
 
 mod bucket;
 mod environment;
+mod host;
 mod raw;
 mod supervise;
 mod value;
@@ -21,9 +22,10 @@ use crate::journal;
 
 pub use bucket::{BucketConfig, Sse};
 pub use environment::Environment;
+pub use host::{HostConfig, HostSave, TcpPolicy};
 pub use raw::{
-    CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawJob, RawMetrics,
-    RawPipeline, RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
+    CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawHost, RawJob,
+    RawMetrics, RawPipeline, RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
 };
 pub(crate) use supervise::NOTICE_SIGNALS;
 pub use supervise::{Contexts, DeadlinePolicy, MetricsConfig, PreemptConfig, RunConfig, Source};
@@ -43,6 +45,8 @@ pub struct Config {
     pub compression: CompressionConfig,
     /// How the CUDA driver is asked.
     pub driver: DriverConfig,
+    /// What is saved beside the memory of GPUs.
+    pub host: HostConfig,
     /// How images are read back.
     pub restore: RestoreConfig,
     /// What becomes of a save that the store does not take in time.
@@ -141,9 +145,23 @@ pub struct CompressionConfig {
     pub settings: Settings,
 }
 
+/// How GPU memory is got at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DriverMode {
+    /// The first that works.
+    #[default]
+    Auto,
+    /// The driver maps it into our process.
+    CustomStorage,
+    /// The driver copies it into the target's own host memory, and CRIU has it from there.
+    Staged,
+}
+
 /// `[driver]`
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverConfig {
+    /// How GPU memory is got at.
+    pub mode: DriverMode,
     /// How long the driver may take to lock the target; 1 ms to 1 h (0 would mean for ever to the driver).
     pub lock_timeout: Duration,
     /// Stored GPU to present GPU, as the user wants it (`--gpu-map`), in order of the stored UUID. No two share a present GPU.
@@ -444,6 +462,7 @@ impl Config {
             pipeline,
             compression: CompressionConfig::resolve(&raw.compression)?,
             driver: DriverConfig::resolve(overrides, &raw.driver)?,
+            host: HostConfig::resolve(&raw.host)?,
             restore: RestoreConfig::resolve(&raw.restore)?,
             spill: SpillConfig::resolve(&raw.spill)?,
             retention: RetentionConfig::resolve(overrides, &raw.retention)?,
@@ -762,15 +781,21 @@ impl CompressionConfig {
 
 impl DriverConfig {
     fn resolve(overrides: &Overrides, raw: &RawDriver) -> Result<Self, ConfigError> {
-        // One road exists so far: `auto` takes it.
-        Setting::file("driver.mode", raw.mode.as_deref())
-            .map(|word| word.word(&[("auto", ()), ("custom-storage", ())]))
-            .transpose()?;
+        let modes = [
+            ("auto", DriverMode::Auto),
+            ("custom-storage", DriverMode::CustomStorage),
+            ("staged", DriverMode::Staged),
+        ];
+        let mode = Setting::file("driver.mode", raw.mode.as_deref())
+            .map(|word| word.word(&modes))
+            .transpose()?
+            .unwrap_or_default();
         let lock_timeout = Setting::file("driver.lock_timeout", raw.lock_timeout.as_deref())
             .map(|text| text.time(Duration::from_millis(1), Duration::from_secs(3600)))
             .transpose()?
             .unwrap_or(Duration::from_secs(10));
         Ok(Self {
+            mode,
             lock_timeout,
             gpu_map: gpu_map(overrides, raw)?,
         })

@@ -16,7 +16,9 @@ use crate::codec::{Crc64, Digest};
 use crate::config::JobName;
 use crate::error::one_line;
 use crate::job_log::{Entry, GENERATION_MAX, ImageEntry, JobLog, LogError, SavingEntry};
-use crate::manifest::{self, ExtentRecord, FrameTable, Manifest, ManifestError};
+use crate::manifest::{
+    self, ExtentRecord, FrameTable, HostFiles, Manifest, ManifestError, TreeRecord,
+};
 use crate::store::{BadKey, Key, ObjectInfo, Store, StoreError};
 
 pub use crate::job_log::image_id;
@@ -88,10 +90,23 @@ pub struct Image {
     pub manifest_digest: Digest,
     /// The manifest.
     pub manifest: Manifest,
-    /// One table per extent: `tables[p][e]` belongs to `manifest.processes[p].extents[e]`.
+    /// One table per extent: `tables[p][e]` belongs to `manifest.processes[p].extents[e]`. That of a tree's host memory stands by itself behind them.
     pub tables: Vec<Vec<FrameTable>>,
     /// The store's tags of the data objects when they were looked at, in the order of [`Manifest::extents`].
     pub etags: Vec<Option<String>>,
+    /// Which bytes of a tree's host memory are which of its image files.
+    pub files: Option<HostFiles>,
+}
+
+/// What is stored of one extent, or of a tree's host memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Stored<'a> {
+    /// What the manifest says.
+    pub extent: &'a ExtentRecord,
+    /// Its frames.
+    pub table: &'a FrameTable,
+    /// The store's tag of its object.
+    pub etag: Option<&'a str>,
 }
 
 /// An entry that was passed over on the way to the newest valid image.
@@ -349,6 +364,17 @@ pub async fn list_jobs(store: &dyn Store) -> Result<Vec<JobName>, ImageError> {
 }
 
 impl Image {
+    /// All that has an object, in the order of [`Manifest::extents`].
+    pub fn stored(&self) -> impl Iterator<Item = Stored<'_>> {
+        let tables = self.tables.iter().flatten();
+        let all = self.manifest.extents().zip(tables).zip(&self.etags);
+        all.map(|((extent, table), etag)| Stored {
+            extent,
+            table,
+            etag: etag.as_deref(),
+        })
+    }
+
     /// Opens an image. With [`ImageRef::Latest`] newer ones that cannot be used are passed over and returned, newest first; one that was dropped on purpose is
     /// not mentioned. While the store is out of reach no older image is taken in place of a newer one.
     ///
@@ -510,14 +536,16 @@ async fn load(
         .map(|extent| load_table(store, job, extent))
         .buffered(PARALLELISM)
         .try_collect::<Vec<FrameTable>>();
-    let (etags, tables): (Result<_, LoadError>, _) = future::join(etags, tables).await;
-    let (etags, tables) = (etags?, tables?);
-    let mut tables = tables.into_iter();
-    let tables = manifest
-        .processes
-        .iter()
-        .map(|process| tables.by_ref().take(process.extents.len()).collect())
-        .collect();
+    let files = async {
+        match &manifest.tree {
+            Some(tree) => patiently(|| load_files(store, job, tree)).await.map(Some),
+            None => Ok(None),
+        }
+    };
+    let (etags, tables, files): (Result<_, LoadError>, _, _) =
+        future::join3(etags, tables, files).await;
+    let (etags, tables, files) = (etags?, tables?, files?);
+    let tables = by_process(&manifest, tables);
     Ok(Image {
         generation,
         attempt: entry.attempt.clone(),
@@ -525,6 +553,37 @@ async fn load(
         manifest,
         tables,
         etags,
+        files,
+    })
+}
+
+/// Tables in the order of the extents, as an [`Image`] has them.
+pub(crate) fn by_process(manifest: &Manifest, tables: Vec<FrameTable>) -> Vec<Vec<FrameTable>> {
+    let mut tables = tables.into_iter();
+    let counts = manifest
+        .processes
+        .iter()
+        .map(|process| process.extents.len());
+    let host = manifest.tree.as_ref().map(|_tree| 1);
+    let counts = counts.chain(host);
+    counts
+        .map(|count| tables.by_ref().take(count).collect())
+        .collect()
+}
+
+async fn load_files(
+    store: &dyn Store,
+    job: &JobName,
+    tree: &TreeRecord,
+) -> Result<HostFiles, LoadError> {
+    let key = Key::of_job(job, &tree.files.key).map_err(Flaw::Key)?;
+    let bytes = read_whole(store, &key, tree.files.len).await?;
+    let files = HostFiles::decode_and_verify(&bytes, &tree.files, tree.memory.raw_len);
+    files.map_err(|source| {
+        LoadError::from(Flaw::Content {
+            key: key.to_string(),
+            source,
+        })
     })
 }
 

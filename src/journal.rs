@@ -98,6 +98,11 @@ pub enum Step {
     Unlock,
     /// `cuCheckpointProcessCheckpoint`.
     Begin,
+    /// `cuCheckpointProcessCheckpoint` into the target's own host memory.
+    Stage {
+        /// Root of the tree that is saved whole, which may be stopped from now on.
+        root: u32,
+    },
     /// The save is sealed in the spill.
     Sealed,
     /// The target is to get its memory back from the sealed save, whose seal is broken before it runs.
@@ -109,6 +114,8 @@ pub enum Step {
     },
     /// `cuCheckpointOperationComplete` of a save.
     Complete,
+    /// SIGKILL for the tree, whose image is committed.
+    EndTree,
     /// `cuCheckpointProcessRestore`.
     Restore,
     /// `cuCheckpointOperationComplete` of a restore: every byte is in.

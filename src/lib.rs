@@ -52,6 +52,7 @@ pub mod driver;
 pub mod error;
 pub mod failpoint;
 pub mod guard;
+pub mod host;
 pub mod image;
 pub mod job_log;
 pub mod journal;

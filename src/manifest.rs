@@ -9,17 +9,19 @@
 //!                                       the key, length and digest of its frame table. Ends with a digest of itself
 //! <job>/data/<attempt>/….json           FrameTable: per frame its stored length, kind, filter and digest of the raw bytes
 //! <job>/data/<attempt>/….zst            the object: the extent's frames in order, then the seek table
+//! <job>/data/<attempt>/host-files.json  HostFiles: which raw bytes of the host memory's object are which of CRIU's image files
 //! ```
 //!
 //! Order of checks: length cap, digest, format version, required features, then the fields. `docs/format.md` is the prose twin with every field.
 //!
-//! Version history: 1 – first version; since 0.2.0 with the feature `planes`, which older readers refuse.
+//! Version history: 1 – first version; since 0.2.0 with the features `planes` and `tree`, which older readers refuse.
 //!
 //! What can fail: reading ([`ManifestError`]): damage, another format, or a rule that does not hold.
 
 mod frame_table;
 #[cfg(test)]
 mod golden;
+mod host_files;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -31,6 +33,7 @@ use crate::codec::{Crc64, Digest, frame_bound, seek_table};
 use crate::driver::GpuUuid;
 
 pub use frame_table::{FRAME_COUNT_MAX, FrameEntry, FrameTable, TABLE_LEN_MAX};
+pub use host_files::{HOST_FILES_LEN_MAX, HostFile, HostFiles, Run, is_file_name};
 
 /// Version of the format that this build writes, and the only one so far that it reads.
 pub const FORMAT: u32 = 1;
@@ -40,8 +43,10 @@ pub const MANIFEST_LEN_MAX: usize = 1 << 20;
 
 /// The feature of files with frames behind a filter: a reader that does not know it would take planes for raw bytes.
 const PLANES: &str = "planes";
+/// The feature of images of a whole process tree.
+const TREE: &str = "tree";
 /// Required features that this build knows. A later version names here what an older reader must not ignore.
-const KNOWN_FEATURES: &[&str] = &[PLANES];
+const KNOWN_FEATURES: &[&str] = &[PLANES, TREE];
 
 /// What is in an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -102,9 +107,33 @@ pub struct Manifest {
     pub capture: Capture,
     /// Where the processes ran.
     pub host: Host,
-    /// The saved processes, at least one.
+    /// The saved processes that use GPUs, at least one.
     pub processes: Vec<ProcessRecord>,
+    /// The tree that they belong to, in an image that is whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tree: Option<TreeRecord>,
 }
+
+/// A whole process tree, as CRIU dumped it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TreeRecord {
+    /// Pid of its root, in the namespace that CRIU ran in: it comes back with this pid.
+    pub root: u32,
+    /// Pids of all of it there, the root's among them.
+    pub pids: Vec<u32>,
+    /// Version of the CRIU that dumped it. A label.
+    pub criu: String,
+    /// All of CRIU's image files, one after the other; its device is [`HOST`].
+    pub memory: ExtentRecord,
+    /// Which bytes are which file: a [`HostFiles`].
+    pub files: TableRecord,
+}
+
+/// What stands in the place of a GPU's UUID where the bytes are a tree's host memory.
+pub const HOST: &str = "host";
+
+/// Most processes of a tree.
+const TREE_PIDS_MAX: usize = 10_000;
 
 /// How the GPU memory was got at, and by which driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -164,7 +193,7 @@ pub struct DeviceRecord {
 /// One contiguous device range that the driver gave, and where its bytes are.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtentRecord {
-    /// UUID of its GPU, one of the process's devices.
+    /// UUID of its GPU, one of the process's devices; of a tree's memory it is [`HOST`].
     pub device: String,
     /// Length in bytes, above 0.
     pub raw_len: u64,
@@ -273,10 +302,15 @@ pub fn digest_of(bytes: &[u8]) -> Digest {
     Digest::of(bytes)
 }
 
-/// What a reader must know to read an image with these tables rightly.
-pub fn features_of<'a>(tables: impl IntoIterator<Item = &'a FrameTable>) -> Vec<String> {
+/// What a reader must know to read an image of this kind with these tables rightly.
+pub fn features_of<'a>(
+    kind: ImageKind,
+    tables: impl IntoIterator<Item = &'a FrameTable>,
+) -> Vec<String> {
     let has_planes = tables.into_iter().any(FrameTable::has_planes);
-    has_planes.then(|| PLANES.to_owned()).into_iter().collect()
+    let planes = has_planes.then_some(PLANES);
+    let tree = (kind == ImageKind::Whole).then_some(TREE);
+    planes.into_iter().chain(tree).map(str::to_owned).collect()
 }
 
 /// Key, relative to the job, of an attempt's manifest.
@@ -287,6 +321,11 @@ pub fn manifest_key(attempt: &str) -> String {
 /// Key, relative to the job, of the manifest of an attempt that was spilled: the store may have the other one already, which names other objects.
 pub fn spilled_manifest_key(attempt: &str) -> String {
     format!("data/{attempt}/manifest.spilled.json")
+}
+
+/// Key, relative to the job, of the list of a tree's image files.
+pub fn host_files_key(attempt: &str) -> String {
+    format!("data/{attempt}/host-files.json")
 }
 
 /// Key, relative to the job, of an attempt's claim.
@@ -341,8 +380,14 @@ impl Manifest {
         self.extents().map(|extent| extent.object.len).sum()
     }
 
-    /// Every extent, process by process.
+    /// Everything that has an object: the extents, process by process, then the host memory of a tree.
     pub fn extents(&self) -> impl Iterator<Item = &ExtentRecord> {
+        let host = self.tree.as_ref().map(|tree| &tree.memory);
+        self.gpu_extents().chain(host)
+    }
+
+    /// Every extent of a GPU, process by process.
+    pub fn gpu_extents(&self) -> impl Iterator<Item = &ExtentRecord> {
         self.processes.iter().flat_map(|process| &process.extents)
     }
 
@@ -381,7 +426,57 @@ impl Manifest {
             &"empty",
             "an image holds at least one process",
         )?;
+        self.verify_kind()?;
         self.verify_processes(attempt)
+    }
+
+    /// A whole image has a tree, and no other has; memory that went through the tree's is in no extent of a GPU.
+    fn verify_kind(&self) -> Result<(), ManifestError> {
+        let is_whole = self.kind == ImageKind::Whole;
+        let has_feature = self.features.iter().any(|name| name == TREE);
+        ensure(
+            self.tree.is_some() == is_whole && has_feature == is_whole,
+            || "kind".to_owned(),
+            &self.kind,
+            "a whole image has a tree and needs the feature \"tree\"; no other has either",
+        )?;
+        let is_staged = self.capture.mode == CaptureMode::Staged;
+        ensure(
+            !is_staged || is_whole && self.gpu_extents().next().is_none(),
+            || "capture.mode".to_owned(),
+            &self.capture.mode,
+            "a staged image is whole, and has no extents of GPUs",
+        )?;
+        let Some(tree) = &self.tree else {
+            return Ok(());
+        };
+        ensure(
+            (1..=TREE_PIDS_MAX).contains(&tree.pids.len())
+                && tree.pids.contains(&tree.root)
+                && tree.pids.iter().all(|pid| *pid > 0),
+            || "tree.pids".to_owned(),
+            &format_args!("{} pids, root {}", tree.pids.len(), tree.root),
+            "it must be 1 to 10,000 pids above 0, the root's among them",
+        )?;
+        check_label(|| "tree.criu".to_owned(), &tree.criu)?;
+        ensure(
+            tree.memory.device == HOST,
+            || "tree.memory.device".to_owned(),
+            &Quoted(&tree.memory.device),
+            "it must be \"host\"",
+        )?;
+        ensure(
+            tree.files.len <= HOST_FILES_LEN_MAX as u64,
+            || "tree.files.len".to_owned(),
+            &tree.files.len,
+            "the list of image files is at most 16 MiB long",
+        )?;
+        ensure(
+            tree.files.key == host_files_key(&self.attempt),
+            || "tree.files.key".to_owned(),
+            &Quoted(&tree.files.key),
+            "it must be the attempt's host-files.json",
+        )
     }
 
     /// Each process and extent by itself, then what only all of them together can break.
@@ -391,6 +486,7 @@ impl Manifest {
             manifest_key(attempt),
             spilled_manifest_key(attempt),
             claim_key(attempt),
+            host_files_key(attempt),
         ]);
         let mut raw_len = 0u64;
         let mut stored_len = 0u64;
@@ -403,31 +499,41 @@ impl Manifest {
                 &process.pid,
                 "each process stands in the list once",
             )?;
-            for (index, extent) in process.extents.iter().enumerate() {
-                let field = |name: &str| field(&format!("extents[{index}].{name}"));
-                extent.verify(attempt, &field)?;
-                for (name, key) in [
-                    ("object.key", &extent.object.key),
-                    ("table.key", &extent.table.key),
-                ] {
-                    ensure(
-                        keys.insert(key.clone()),
-                        || field(name),
-                        key,
-                        "each key stands in the manifest once",
-                    )?;
-                }
-                let sums = raw_len
-                    .checked_add(extent.raw_len)
-                    .zip(stored_len.checked_add(extent.object.len));
-                (raw_len, stored_len) = sums.ok_or_else(|| {
-                    rule(
-                        field("raw_len"),
-                        &extent.raw_len,
-                        "an image's length must fit 64 bits",
-                    )
-                })?;
+        }
+        let places = self.processes.iter().enumerate().flat_map(|(process, of)| {
+            let places = of.extents.iter().enumerate();
+            places.map(move |(index, extent)| {
+                (format!("processes[{process}].extents[{index}]"), extent)
+            })
+        });
+        let host = self
+            .tree
+            .iter()
+            .map(|tree| ("tree.memory".to_owned(), &tree.memory));
+        for (place, extent) in places.chain(host) {
+            let field = |name: &str| format!("{place}.{name}");
+            extent.verify(attempt, &field)?;
+            for (name, key) in [
+                ("object.key", &extent.object.key),
+                ("table.key", &extent.table.key),
+            ] {
+                ensure(
+                    keys.insert(key.clone()),
+                    || field(name),
+                    key,
+                    "each key stands in the manifest once",
+                )?;
             }
+            let sums = raw_len
+                .checked_add(extent.raw_len)
+                .zip(stored_len.checked_add(extent.object.len));
+            (raw_len, stored_len) = sums.ok_or_else(|| {
+                rule(
+                    field("raw_len"),
+                    &extent.raw_len,
+                    "an image's length must fit 64 bits",
+                )
+            })?;
         }
         Ok(())
     }

@@ -10,6 +10,8 @@
 //! | CHECKPOINTING | | nothing: what the driver does with it is not documented. Said: whether the save is durable |
 //! | CHECKPOINTED | a durable copy, nobody opened the job since | nothing; `restore --pid` brings it back |
 //! | CHECKPOINTED | somebody opened the job since | nothing; it lives elsewhere |
+//! | CHECKPOINTED | staged, no image, nobody opened the job since | its tree goes on, it gets its memory back from its own host memory, and is unlocked |
+//! | CHECKPOINTED | staged, and committed | nothing; the image is restored elsewhere, and this tree is to be ended |
 //! | RESTORING, FAILED | | nothing; it can only be ended |
 //! | RUNNING, gone, pid used again | | the attempt is given up in the log, its uploads aborted, the journal removed |
 //!
@@ -24,9 +26,10 @@ use serde::Serialize;
 
 use crate::checkpoint::DYING_TIMEOUT;
 use crate::config::JobName;
-use crate::driver::{Driver, DriverError, LockedProcess, ProcessState};
+use crate::driver::{CheckpointedProcess, Driver, DriverError, LockedProcess, ProcessState};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::failpoint;
+use crate::host::ProcessTree;
 use crate::image::image_id;
 use crate::job_log::{AppendError, Entry, JobLog, append_dropped};
 use crate::journal::{self, Found, Left, Step};
@@ -196,6 +199,8 @@ struct Durable {
 enum Deed {
     Nothing,
     Unlock,
+    /// Let its tree go on, have the driver copy its memory back from host memory, and unlock it.
+    Unstage,
     /// Give the attempt up, and forget about it.
     Close,
     /// There is nothing to be done ever again.
@@ -279,7 +284,7 @@ impl Work<'_> {
             image: durable.image.map(image_id),
             done: "nothing",
             verdict,
-            next: next_of(code, state),
+            next: next_of(code, state, staged_in(&left).is_some()),
             code,
         };
         match (deed, target) {
@@ -292,6 +297,7 @@ impl Work<'_> {
                     (row.code, row.next) = (ExitCode::Spilled, ExitCode::Spilled.next());
                 }
             },
+            (Deed::Unstage, Some(target)) => self.unstage(&mut row, &target, &left),
             (Deed::Nothing, Some(target)) if self.options.end && row.next == "end-process" => {
                 end(&mut row, &target);
             }
@@ -335,11 +341,33 @@ impl Work<'_> {
     }
 
     fn unlock(&mut self, row: &mut Row, target: &Target) {
+        self.let_run(row, target, LockedProcess::attach);
+    }
+
+    fn unstage(&mut self, row: &mut Row, target: &Target, left: &Left) {
+        let Some(root) = staged_in(left) else { return };
+        self.let_run(row, target, |driver, pid| {
+            // Its tree may have been stopped for the dump, and with it the driver's own thread. One that is gone is not stopped.
+            if let Ok(tree) = ProcessTree::look(root)
+                && let Err(error) = tree.go_on()
+            {
+                tracing::warn!("the tree of {root} may be stopped still: {error}");
+            }
+            CheckpointedProcess::attach(driver, pid)?.unstage(&[])
+        });
+    }
+
+    fn let_run(
+        &mut self,
+        row: &mut Row,
+        target: &Target,
+        lock: impl FnOnce(&Arc<Driver>, u32) -> Result<LockedProcess, DriverError>,
+    ) {
         let driver = match self.driver.get_or_insert_with(Driver::open) {
             Ok(driver) => Arc::clone(driver),
             Err(_) => return,
         };
-        let unlocked = LockedProcess::attach(&driver, target.pid).and_then(LockedProcess::unlock);
+        let unlocked = lock(&driver, target.pid).and_then(LockedProcess::unlock);
         failpoint::pass("recover:unlocked");
         match unlocked {
             Ok(_running) => {
@@ -534,9 +562,18 @@ fn attempt_of(left: &Left) -> Option<(&str, u64)> {
     })
 }
 
+/// Root of the tree whose whole save has begun to copy this target's memory into its own host memory.
+fn staged_in(left: &Left) -> Option<u32> {
+    left.steps.iter().find_map(|step| match step {
+        Step::Stage { root } => Some(*root),
+        _ => None,
+    })
+}
+
 /// The gravest of the codes says what to do, but for a suspended target that has a durable copy.
-fn next_of(code: ExitCode, state: Option<Option<ProcessState>>) -> &'static str {
+fn next_of(code: ExitCode, state: Option<Option<ProcessState>>, is_staged: bool) -> &'static str {
     match (code, state) {
+        (ExitCode::CommittedTargetAstray, Some(_)) if is_staged => "end-process",
         (ExitCode::CommittedTargetAstray, Some(Some(ProcessState::Checkpointed))) => "restore",
         (ExitCode::Fenced | ExitCode::RestoreFailed, Some(_)) => "end-process",
         (ExitCode::RestoreRefused, _) => "restore",
@@ -555,7 +592,7 @@ fn judge(
     let was_locked = left.steps.iter().any(|step| {
         matches!(
             step,
-            Step::Lock | Step::Unlock | Step::Begin | Step::RestoreComplete
+            Step::Lock | Step::Unlock | Step::Begin | Step::Stage { .. } | Step::RestoreComplete
         )
     });
     // The notes are written behind the steps: one of the three is there.
@@ -628,6 +665,24 @@ fn judge(
             let told = format!("{who} since: the job lives elsewhere, and this process is to be ended");
             (Deed::Nothing, ExitCode::Fenced, told)
         }
+        (Some(Some(S::Checkpointed)), Some((ExitCode::CommittedTargetAstray, told)))
+            if staged_in(left).is_some() =>
+        {
+            let told = format!("{told}, of the whole tree; this one is to be ended");
+            (Deed::Nothing, ExitCode::CommittedTargetAstray, told)
+        }
+        (Some(Some(S::Checkpointed)), None)
+            if staged_in(left).is_some() && durable.unknown.is_some() =>
+        (
+            Deed::Nothing,
+            ExitCode::Preflight,
+            format!("the target has its memory in host memory, and {unknown}"),
+        ),
+        (Some(Some(S::Checkpointed)), None) if staged_in(left).is_some() => (
+            Deed::Unstage,
+            ExitCode::Ok,
+            "the target had its memory in host memory, and no image came about".to_owned(),
+        ),
         (Some(Some(S::Checkpointed)), _) if is_restore => (
             Deed::Nothing,
             ExitCode::RestoreRefused,

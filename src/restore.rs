@@ -12,7 +12,9 @@
 //! restore that failed is never repeated on the same process.
 
 mod gpu_map;
+mod in_order;
 mod read;
+mod whole;
 
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -47,10 +49,11 @@ use crate::upkeep::pins;
 use crate::watchdog;
 use crate::writer::random_hex;
 use gpu_map::{GpuPairs, is_identity, map_gpus};
-use read::{LoadFailed, lanes, load_nowhere, load_plan, resources};
+use read::{LoadFailed, Which, lanes, load_nowhere, load_plan, resources};
 
 pub use read::{cat, verify};
 pub(crate) use read::{open_image, outcome_of, plan_code};
+pub use whole::{RestoredTree, restore_tree};
 
 /// Clean-up must not hold back the verdict for longer.
 const UNPIN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -177,7 +180,7 @@ fn put_back_chosen(
         seconds_locked: suspended_since.elapsed().as_secs_f64(),
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
-        memory_planned: load_plan(session, image).map_or(0, |plan| plan.total_bytes),
+        memory_planned: load_plan(session, image, Which::Gpus).map_or(0, |plan| plan.total_bytes),
         ..outcome_of(session, image, vec![look(&driver, target)], Vec::new())
     })
 }
@@ -305,7 +308,7 @@ impl<'a> Transfer<'a> {
         pairs: &[(GpuUuid, GpuUuid)],
         point: &PointOfNoReturn,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        let plan = load_plan(session, image)?;
+        let plan = load_plan(session, image, Which::Gpus)?;
         let gpus = destinations(driver, image, pairs)?;
         let to = Some((driver, gpus.as_slice()));
         let lanes = lanes(session, image, &plan, to)?;
@@ -465,13 +468,19 @@ fn default_verify(kind: ImageKind, into_fresh: bool) -> Verify {
 #[derive(Debug, thiserror::Error)]
 enum CheckError {
     #[error(
+        "a GPU-only image goes into a process that is there: give --pid, and --into-fresh for one that came up suspended on purpose"
+    )]
+    NeedsAProcess,
+    #[error(
         "a GPU-only image goes back only into the process that its save suspended (pid {saved_pid}); process {pid} is another one; \
          for a process that came up suspended on purpose give --into-fresh"
     )]
     AnotherProcess { saved_pid: u32, pid: u32 },
     #[error("this version restores images of one process; image has {count}")]
     ProcessCount { count: usize },
-    #[error("the image is of kind {kind}, which this version cannot restore")]
+    #[error(
+        "the image is of kind {kind}, and brings its processes along: restore it without --pid"
+    )]
     Kind { kind: ImageKind },
     #[error(
         "image {} is not the job's newest, {}: the process has computed on since, and its host memory does not fit the older \
@@ -756,15 +765,7 @@ fn check(
         return Err(CheckError::AnotherProcess { saved_pid, pid }.into());
     }
     let Held { driver, suspended } = held?;
-    let saved_by = manifest.capture.driver_version.as_deref();
-    if saved_by != driver.driver_version() {
-        let unknown = "an unknown version";
-        tracing::warn!(
-            "the image was saved under driver {}, this is {}",
-            saved_by.unwrap_or(unknown),
-            driver.driver_version().unwrap_or(unknown)
-        );
-    }
+    tell_of_another_driver(manifest, &driver);
     let wanted = &session.config.driver.gpu_map;
     let pairs = map_gpus(saved, driver.devices(), wanted)?;
     let suspended = suspended?;
@@ -777,6 +778,18 @@ fn check(
     must_have_memory(&driver, needs.into_iter())?;
     session.check_cancelled()?;
     Ok((driver, pairs, suspended))
+}
+
+fn tell_of_another_driver(manifest: &Manifest, driver: &Driver) {
+    let saved_by = manifest.capture.driver_version.as_deref();
+    if saved_by != driver.driver_version() {
+        let unknown = "an unknown version";
+        tracing::warn!(
+            "the image was saved under driver {}, this is {}",
+            saved_by.unwrap_or(unknown),
+            driver.driver_version().unwrap_or(unknown)
+        );
+    }
 }
 
 /// Every GPU (by index) has so many bytes free now.
@@ -821,7 +834,7 @@ fn destinations(
 ) -> Result<Vec<usize>, CheckError> {
     image
         .manifest
-        .extents()
+        .gpu_extents()
         .map(|extent| present_device(driver, pairs, &extent.device))
         .collect()
 }

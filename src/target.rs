@@ -138,10 +138,30 @@ impl Target {
     /// # Errors
     /// The kernel's; not when it has ended already.
     pub fn kill(&self) -> std::io::Result<()> {
-        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+        self.signal(Signal::KILL)
+    }
+
+    /// Sends this very process a signal.
+    ///
+    /// # Errors
+    /// The kernel's; not when it has ended already.
+    pub fn signal(&self, signal: Signal) -> std::io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, signal) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
+    }
+
+    /// Its pid in its own namespace.
+    pub fn own_pid(&self) -> u32 {
+        self.ns_pids.last().copied().unwrap_or(self.pid)
+    }
+
+    /// Bytes of memory that it has in use, swapped out or not; 0 where that cannot be read.
+    pub fn memory_in_use(&self) -> u64 {
+        let status = read(self.pid, "status").unwrap_or_default();
+        let kib = |name: &str| status_numbers(&status, name).first().copied().unwrap_or(0);
+        (u64::from(kib("VmRSS:")) + u64::from(kib("VmSwap:"))) << 10
     }
 
     /// What keeps it from running, if anything does: a stopped or frozen process cannot answer the driver's lock.
@@ -224,10 +244,18 @@ pub fn boot_id() -> Result<String, TargetError> {
 /// # Errors
 /// [`TargetError::Look`] when it cannot be read.
 pub fn pid_namespace() -> Result<u64, TargetError> {
-    let path = "/proc/self/ns/pid";
-    std::fs::metadata(path)
+    pid_namespace_of(std::process::id())
+}
+
+/// The same of another process.
+///
+/// # Errors
+/// [`TargetError::Gone`]; [`TargetError::Look`] when it cannot be read.
+pub fn pid_namespace_of(pid: u32) -> Result<u64, TargetError> {
+    let path = format!("/proc/{pid}/ns/pid");
+    std::fs::metadata(&path)
         .map(|found| found.ino())
-        .map_err(|source| look_error(0, path.to_owned(), source))
+        .map_err(|source| look_error(pid, path, source))
 }
 
 /// Clock ticks between boot and the start of a process.

@@ -18,8 +18,8 @@ use crate::driver::{BufferPool, CopyQueue, Extent, HostMemory, STREAMS_IN, STREA
 use crate::manifest::FrameTable;
 use crate::outcome::StageOutcome;
 use crate::pipeline::{
-    AloneLane, Destination, LoadLane, LoadResources, PipelineError, SaveLane, SaveResources,
-    copy_in_alone, copy_out_alone, load, save,
+    AloneLane, Destination, LoadLane, LoadResources, Origin, PipelineError, SaveLane,
+    SaveResources, copy_in_alone, copy_out_alone, load, save,
 };
 use crate::plan::{
     self, LoadSettings, PACK_LEN, SavePlan, SaveSettings, fetch_buffer_len, plan_load, plan_save,
@@ -197,13 +197,9 @@ impl Flow<'_> {
                 extents.into_iter().zip(keys).zip(self.gpus.memory_lens())
             {
                 let upload = self.runtime.block_on(store.begin_upload(key))?;
+                let queue =
+                    CopyQueue::prepare(driver, extent.device, plan.ring_chunks, STREAMS_OUT)?;
                 lanes.push(SaveLane {
-                    queue: CopyQueue::prepare(
-                        driver,
-                        extent.device,
-                        plan.ring_chunks,
-                        STREAMS_OUT,
-                    )?,
                     ring: BufferPool::new(
                         plan.ring_chunks,
                         len(plan.chunk_len),
@@ -214,7 +210,7 @@ impl Flow<'_> {
                     upload,
                     witness: None,
                     meter: LaneMeter::new(format!("GPU {}", extent.device), extent.len),
-                    extent,
+                    origin: Origin::Gpu { queue, extent },
                 });
             }
             let settings = self.config.compression.settings;

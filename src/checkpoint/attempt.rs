@@ -42,22 +42,58 @@ pub(super) struct Attempt {
     pub(super) uploads: Vec<OpenUpload>,
 }
 
-/// A multipart upload for the extent that a GPU may turn out to hold.
+/// What an object is to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holds {
+    /// The extent that a process may turn out to have on a GPU, by their indexes.
+    Gpu { member: usize, device: usize },
+    /// The host memory of the tree.
+    Host,
+}
+
+/// An object of the save: what it holds, and its name below the attempt's prefix, without what makes its key a fresh one.
+#[derive(Debug, Clone)]
+pub(super) struct Planned {
+    pub(super) holds: Holds,
+    pub(super) name: String,
+}
+
+impl Planned {
+    /// One for every GPU of the node: which of them hold data of the process shows after BEGIN.
+    pub(super) fn of_gpus(driver: &Driver, member: usize, target: &Target) -> Vec<Self> {
+        let devices = driver.devices().iter().enumerate();
+        let planned = devices.map(|(device, gpu)| Self {
+            holds: Holds::Gpu { member, device },
+            name: gpu_name(target, gpu),
+        });
+        planned.collect()
+    }
+
+    /// The tree's.
+    pub(super) fn of_host(root: &Target) -> Self {
+        Self {
+            holds: Holds::Host,
+            name: format!("{}/host-0", root.pid),
+        }
+    }
+}
+
+/// A multipart upload for what an object may turn out to hold.
 pub(super) struct OpenUpload {
-    /// Index of the GPU.
-    pub(super) device: usize,
+    pub(super) holds: Holds,
     pub(super) key: Key,
     pub(super) upload: UploadId,
 }
 
 impl Attempt {
-    /// Claims a prefix and reads the log, then opens the uploads: two answers of the store to wait for, whatever the number of GPUs. With `while_saved` it is announced, too. On failure nothing of it stays but the claim.
+    /// Claims a prefix and reads the log, then opens an upload for each of the objects: two answers of the store to wait for, whatever their number. With `while_saved` it is announced, too. On failure nothing of it stays but the claim.
     pub(super) fn open(
         session: &Session,
         driver: &Driver,
         custody: &Custody,
         nonce: String,
         while_saved: Option<WhileSaved>,
+        objects: &[Planned],
     ) -> Result<Self, Failure> {
         let mut attempt = Self {
             nonce,
@@ -65,7 +101,7 @@ impl Attempt {
             word_ends: None,
             uploads: Vec::new(),
         };
-        let claiming = attempt.claim(session, driver, custody, while_saved);
+        let claiming = attempt.claim(session, driver, custody, while_saved, objects);
         match session.wait(claiming) {
             Ok(()) => Ok(attempt),
             Err(cause) => Err(attempt.refused(session, driver, custody, cause)),
@@ -123,8 +159,8 @@ impl Attempt {
         driver: &Driver,
         custody: &Custody,
         while_saved: Option<WhileSaved>,
+        objects: &[Planned],
     ) -> Result<(), OpenError> {
-        let target = &custody.target;
         let job = &session.config.job;
         let by = ProcessIdentity::ours()?;
         let claim = claim(job, &self.nonce);
@@ -160,17 +196,15 @@ impl Attempt {
         };
         let second = session.store.put_if_absent(key, second.encode().into());
         let nonce = self.nonce.as_str();
-        let opened = join_all(driver.devices().iter().enumerate().map(
-            |(device, gpu)| async move {
-                let key = object_key(job, nonce, target, gpu).map_err(OpenError::Key)?;
-                let upload = session.store.begin_upload(&key).await?;
-                Ok::<_, OpenError>(OpenUpload {
-                    device,
-                    key,
-                    upload,
-                })
-            },
-        ));
+        let opened = join_all(objects.iter().map(|planned| async move {
+            let key = fresh_key(job, nonce, &planned.name).map_err(OpenError::Key)?;
+            let upload = session.store.begin_upload(&key).await?;
+            Ok::<_, OpenError>(OpenUpload {
+                holds: planned.holds,
+                key,
+                upload,
+            })
+        }));
         let opening = async {
             match &session.ours {
                 Some(_opened_before) => Ok(free - 1),
@@ -349,20 +383,17 @@ impl OpenError {
     }
 }
 
-/// A fresh key for the object of what a GPU holds.
-pub(super) fn object_key(
-    job: &JobName,
-    nonce: &str,
-    target: &Target,
-    gpu: &Device,
-) -> Result<Key, BadKey> {
-    let relative = format!(
-        "data/{nonce}/{}/gpu-{}.{}.zst",
-        target.pid,
-        bare_uuid(gpu),
-        random_hex::<4>()
-    );
-    Key::of_job(job, &relative)
+/// A fresh key for the object of this name below the attempt's prefix.
+pub(super) fn fresh_key(job: &JobName, nonce: &str, name: &str) -> Result<Key, BadKey> {
+    Key::of_job(
+        job,
+        &format!("data/{nonce}/{name}.{}.zst", random_hex::<4>()),
+    )
+}
+
+/// The name of the object of what a process holds on a GPU.
+pub(super) fn gpu_name(target: &Target, gpu: &Device) -> String {
+    format!("{}/gpu-{}", target.pid, bare_uuid(gpu))
 }
 
 fn bare_uuid(device: &Device) -> String {

@@ -3,16 +3,17 @@
 //! In: lanes that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`AppendError::Fenced`]); an answer that never
 //! comes ([`AppendError::Unreachable`]: unknown). Before the entry stands, the image does not exist, whatever lies under its prefix.
 
-use super::attempt::{Attempt, OpenUpload};
+use super::attempt::{Attempt, Holds, OpenUpload};
 use crate::config::JobName;
 use crate::driver::{Device, Driver};
 use crate::error::ExitCode;
 use crate::failpoint;
-use crate::image::Image;
+use crate::image::{Image, by_process};
 use crate::job_log::{AppendError, ImageEntry, append_image};
 use crate::manifest::{
-    Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, Host, ImageKind,
-    Manifest, ManifestError, ObjectRecord, ProcessRecord, digest_of, features_of, manifest_key,
+    Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, HOST, Host, HostFiles,
+    ImageKind, Manifest, ManifestError, ObjectRecord, ProcessRecord, TreeRecord, digest_of,
+    features_of, host_files_key, manifest_key,
 };
 use crate::pipeline::SavedLane;
 use crate::session::Session;
@@ -53,14 +54,54 @@ pub(super) struct Written {
     /// What commits it.
     pub(super) entry: ImageEntry,
     pub(super) manifest: Manifest,
-    pub(super) tables: Vec<FrameTable>,
+    /// As an [`Image`] has them.
+    pub(super) tables: Vec<Vec<FrameTable>>,
+}
+
+/// What was saved, and how: all that the manifest says beside the objects.
+pub(super) struct Captured<'a> {
+    pub(super) driver: &'a Driver,
+    pub(super) mode: CaptureMode,
+    /// The processes that use GPUs, by their indexes.
+    pub(super) members: Vec<&'a Target>,
+    /// The tree, in an image that is whole.
+    pub(super) tree: Option<CapturedTree>,
+}
+
+/// A tree that CRIU has dumped.
+#[derive(Debug, Clone)]
+pub(super) struct CapturedTree {
+    /// Pids where CRIU ran.
+    pub(super) root: u32,
+    pub(super) pids: Vec<u32>,
+    /// CRIU's version.
+    pub(super) criu: String,
+    pub(super) files: HostFiles,
+}
+
+impl<'a> Captured<'a> {
+    /// The memory of one process's GPUs.
+    pub(super) fn gpus(driver: &'a Driver, target: &'a Target) -> Self {
+        Self {
+            driver,
+            mode: CaptureMode::CustomStorage,
+            members: vec![target],
+            tree: None,
+        }
+    }
+
+    fn kind(&self) -> ImageKind {
+        match self.tree {
+            Some(_) => ImageKind::Whole,
+            None => ImageKind::Gpu,
+        }
+    }
 }
 
 /// Everything that makes an image of what has landed: frame tables, the manifest, the one entry.
 pub(super) fn commit(
     session: &Session,
-    driver: &Driver,
-    target: &Target,
+    captured: &Captured<'_>,
     attempt: &Attempt,
     lanes: Vec<SavedLane>,
     etags: Vec<Option<String>>,
@@ -68,14 +109,7 @@ pub(super) fn commit(
     let store = &*session.store_after_begin;
     let uploads = &attempt.uploads;
     let key = manifest_key(&attempt.nonce);
-    let written = write_manifest(
-        session,
-        driver,
-        target,
-        (attempt, uploads),
-        (store, key),
-        lanes,
-    )?;
+    let written = write_manifest(session, captured, (attempt, uploads), (store, key), lanes)?;
     let entered = append_image(
         store,
         &session.config.job,
@@ -91,37 +125,39 @@ pub(super) fn commit(
         attempt: attempt.nonce.clone(),
         manifest_digest: written.entry.manifest_digest,
         manifest: written.manifest,
-        tables: vec![written.tables],
+        tables: written.tables,
         etags,
+        files: captured.tree.as_ref().map(|tree| tree.files.clone()),
     })
 }
 
 /// Puts frame tables, and the manifest under this key, beside objects that have landed in this store, under the keys of these `uploads`.
 pub(super) fn write_manifest(
     session: &Session,
-    driver: &Driver,
-    target: &Target,
+    captured: &Captured<'_>,
     (attempt, uploads): (&Attempt, &[OpenUpload]),
     (store, manifest_key): (&dyn Store, String),
     lanes: Vec<SavedLane>,
 ) -> Result<Written, CommitFailed> {
     let job = &session.config.job;
     let mut tables = Vec::with_capacity(lanes.len());
-    let mut extents = Vec::with_capacity(lanes.len());
-    let mut to_put = Vec::with_capacity(lanes.len() + 1);
+    let mut extents: Vec<Vec<ExtentRecord>> = captured.members.iter().map(|_| Vec::new()).collect();
+    let mut host = None;
+    let mut to_put = Vec::with_capacity(lanes.len() + 2);
     for lane in lanes {
-        let device = uploads
-            .iter()
-            .find(|open| open.key == lane.key)
-            .map(|open| &driver.devices()[open.device]);
-        let Some(device) = device else {
+        let open = uploads.iter().find(|open| open.key == lane.key);
+        let Some(open) = open else {
             unreachable!("every lane was made from an open upload")
         };
         let object_key = relative_key(job, &lane.key);
         let table_key = format!("{}.frames.json", object_key.trim_end_matches(".zst"));
         let encoded = lane.table.encode();
-        extents.push(ExtentRecord {
-            device: device.uuid.to_string(),
+        let device = match open.holds {
+            Holds::Gpu { device, .. } => captured.driver.devices()[device].uuid.to_string(),
+            Holds::Host => HOST.to_owned(),
+        };
+        let extent = ExtentRecord {
+            device,
             raw_len: lane.table.raw_len,
             chunk_len: lane.table.chunk_len,
             object: ObjectRecord {
@@ -130,12 +166,33 @@ pub(super) fn write_manifest(
                 crc64: lane.crc64,
             },
             table: FrameTable::record(&encoded, table_key.clone()),
-        });
+        };
+        match open.holds {
+            Holds::Gpu { member, .. } => extents[member].push(extent),
+            Holds::Host => host = Some(extent),
+        }
         to_put.push((Key::of_job(job, &table_key)?, encoded));
         tables.push(lane.table);
     }
-    let features = features_of(&tables);
-    let manifest = manifest(session, driver, target, attempt, (features, extents));
+    let tree = match (&captured.tree, host) {
+        (Some(tree), Some(memory)) => {
+            let key = host_files_key(&attempt.nonce);
+            let encoded = tree.files.encode();
+            let files = FrameTable::record(&encoded, key.clone());
+            HostFiles::decode_and_verify(&encoded, &files, memory.raw_len)?;
+            to_put.push((Key::of_job(job, &key)?, encoded));
+            Some(TreeRecord {
+                root: tree.root,
+                pids: tree.pids.clone(),
+                criu: tree.criu.clone(),
+                memory,
+                files,
+            })
+        }
+        _ => None,
+    };
+    let features = features_of(captured.kind(), &tables);
+    let manifest = manifest(session, captured, attempt, (features, extents, tree));
     let encoded = manifest.encode();
     let manifest_digest = digest_of(&encoded);
     let manifest_len = encoded.len();
@@ -165,8 +222,8 @@ pub(super) fn write_manifest(
     };
     Ok(Written {
         entry,
+        tables: by_process(&manifest, tables),
         manifest,
-        tables,
     })
 }
 
@@ -181,36 +238,43 @@ async fn put_new(store: &dyn Store, key: Key, bytes: Vec<u8>) -> Result<(), Comm
 
 fn manifest(
     session: &Session,
-    driver: &Driver,
-    target: &Target,
+    captured: &Captured<'_>,
     attempt: &Attempt,
-    (features, extents): (Vec<String>, Vec<ExtentRecord>),
+    (features, extents, tree): (Vec<String>, Vec<Vec<ExtentRecord>>, Option<TreeRecord>),
 ) -> Manifest {
+    let driver = captured.driver;
+    let boot_id = captured
+        .members
+        .first()
+        .map(|target| target.boot_id.clone());
+    let processes = captured.members.iter().zip(extents);
+    let processes = processes.map(|(target, extents)| ProcessRecord {
+        pid: target.pid,
+        start_time: target.start_time,
+        ns_pids: target.ns_pids.clone(),
+        name: target.name.clone(),
+        devices: driver.devices().iter().map(device_record).collect(),
+        extents,
+    });
     Manifest {
         format: FORMAT,
         features,
         tool: tool(),
         job: session.config.job.to_string(),
-        kind: ImageKind::Gpu,
+        kind: captured.kind(),
         attempt: attempt.nonce.clone(),
         created_ms: now_ms(),
         capture: Capture {
-            mode: CaptureMode::CustomStorage,
+            mode: captured.mode,
             driver_version: driver.driver_version().map(str::to_owned),
             driver_api: driver.api_version(),
         },
         host: Host {
             name: host_name(),
-            boot_id: target.boot_id.clone(),
+            boot_id: boot_id.unwrap_or_default(),
         },
-        processes: vec![ProcessRecord {
-            pid: target.pid,
-            start_time: target.start_time,
-            ns_pids: target.ns_pids.clone(),
-            name: target.name.clone(),
-            devices: driver.devices().iter().map(device_record).collect(),
-            extents,
-        }],
+        processes: processes.collect(),
+        tree,
     }
 }
 

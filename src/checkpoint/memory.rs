@@ -8,15 +8,15 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use super::attempt::OpenUpload;
+use super::attempt::{Holds, OpenUpload};
 use crate::codec::Encoder;
 use crate::config::Config;
 use crate::driver::{
     BufferPool, CheckpointingProcess, CopyQueue, Device, Driver, DriverError, STREAMS_OUT,
 };
-use crate::error::{Failure, Phase};
-use crate::manifest::FrameTable;
-use crate::pipeline::{SaveLane, SaveResources, Witness};
+use crate::error::{ExitCode, Failure, Phase};
+use crate::manifest::{FrameTable, HOST};
+use crate::pipeline::{Origin, SaveLane, SaveResources, Source, Witness};
 use crate::plan::{PACK_LEN, RING_CHUNKS_MIN, SavePlan, SaveSettings, plan_save};
 use crate::progress::LaneMeter;
 use crate::restore::plan_code;
@@ -31,6 +31,13 @@ const COPIES_UNDER_WAY: usize = 4;
 /// # Errors
 /// Exit 2 or 3, see [`plan_code`].
 pub(crate) fn plan(config: &Config, driver: &Driver) -> Result<SavePlan, Failure> {
+    let devices = driver.devices().iter();
+    let gpu_memory: Vec<u64> = devices.map(|device| device.memory_len).collect();
+    plan_for(config, &gpu_memory)
+}
+
+/// The same for lanes that may have so many bytes each.
+fn plan_for(config: &Config, lens: &[u64]) -> Result<SavePlan, Failure> {
     let pipeline = &config.pipeline;
     let settings = SaveSettings {
         part_size: config.store.part_size,
@@ -41,12 +48,7 @@ pub(crate) fn plan(config: &Config, driver: &Driver) -> Result<SavePlan, Failure
         parallelism: config.store.parallelism,
         context_bytes: config.compression.settings.context_bytes(),
     };
-    let gpu_memory: Vec<u64> = driver
-        .devices()
-        .iter()
-        .map(|device| device.memory_len)
-        .collect();
-    plan_save(&gpu_memory, &settings)
+    plan_save(lens, &settings)
         .map_err(|error| Failure::new(plan_code(&error), Phase::Prepare, error))
 }
 
@@ -140,14 +142,20 @@ impl Memory {
         let mut lanes = Vec::new();
         for extent in begun.extents() {
             let taken = per_device.get_mut(extent.device).and_then(Option::take);
-            let open = uploads.iter().find(|open| open.device == extent.device);
+            let holds = Holds::Gpu {
+                member: 0,
+                device: extent.device,
+            };
+            let open = uploads.iter().find(|open| open.holds == holds);
             let (Some((queue, table)), Some(open)) = (taken, open) else {
                 unreachable!("the driver layer gives at most one extent for each of its devices");
             };
             let meter = LaneMeter::new(format!("GPU {}", extent.device), extent.len);
             lanes.push(SaveLane {
-                queue,
-                extent: extent.clone(),
+                origin: Origin::Gpu {
+                    queue,
+                    extent: extent.clone(),
+                },
                 ring: self.rings[extent.device].clone(),
                 table,
                 key: open.key.clone(),
@@ -167,17 +175,91 @@ impl Memory {
         {
             pool.open_again();
         }
-        let resources = SaveResources {
-            store,
-            runtime: session.runtime.clone(),
-            chunk_len: self.plan.chunk_len,
-            frame_buffers: self.frame_buffers.clone(),
-            part_len: usize::try_from(self.plan.part_len).unwrap_or(usize::MAX),
-            pack_buffers: self.pack_buffers.clone(),
-            parallelism: session.config.store.parallelism as usize,
-            meter: Arc::clone(&session.meter),
-        };
+        let buffers = (&self.frame_buffers, &self.pack_buffers);
+        let resources = resources(session, &self.plan, buffers, store);
         Some((lanes, &mut self.encoders, resources))
+    }
+}
+
+fn resources(
+    session: &Session,
+    plan: &SavePlan,
+    (frame_buffers, pack_buffers): (&BufferPool, &BufferPool),
+    store: Arc<dyn Store>,
+) -> SaveResources {
+    SaveResources {
+        store,
+        runtime: session.runtime.clone(),
+        chunk_len: plan.chunk_len,
+        frame_buffers: frame_buffers.clone(),
+        part_len: usize::try_from(plan.part_len).unwrap_or(usize::MAX),
+        pack_buffers: pack_buffers.clone(),
+        parallelism: session.config.store.parallelism as usize,
+        meter: Arc::clone(&session.meter),
+    }
+}
+
+/// The memory for a tree's host memory on its way to the store: one lane, whose length shows at its end.
+pub(super) struct HostMemory {
+    plan: SavePlan,
+    ring: BufferPool,
+    encoders: Vec<Encoder>,
+    frame_buffers: BufferPool,
+    pack_buffers: BufferPool,
+}
+
+/// Chunk buffers that a source needs at least: two for what it has handed over, one for short files, one for a long one.
+const SOURCE_CHUNKS_MIN: usize = 4;
+
+impl HostMemory {
+    /// Allocates for a tree that has at most `most` bytes, `expected` by the look of it now.
+    ///
+    /// # Errors
+    /// Exit 2 or 3, see [`plan_code`]; memory that is not to be had (3).
+    pub(super) fn allocate(session: &Session, most: u64, expected: u64) -> Result<Self, Failure> {
+        let mut plan = plan_for(&session.config, &[most])?.for_memory_in_use(&[expected]);
+        plan.ring_chunks = plan.ring_chunks.max(SOURCE_CHUNKS_MIN);
+        let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let settings = session.config.compression.settings;
+        let allocate = || {
+            Ok::<_, Box<dyn Error + Send + Sync>>(Self {
+                ring: BufferPool::new(plan.ring_chunks, len(plan.chunk_len), None)?,
+                encoders: Encoder::team(settings, plan.threads as usize, len(plan.chunk_len))?,
+                frame_buffers: BufferPool::new(plan.frame_buffers, plan.frame_len_max, None)?,
+                pack_buffers: BufferPool::new(plan.pack_buffers, len(PACK_LEN), None)?,
+                plan: plan.clone(),
+            })
+        };
+        allocate().map_err(|cause| Failure::new(ExitCode::Preflight, Phase::Prepare, cause))
+    }
+
+    /// Bytes of host memory that are planned.
+    pub(super) fn planned(&self) -> u64 {
+        self.plan.total_bytes
+    }
+
+    /// The lane of this source, to this upload.
+    pub(super) fn lane(
+        &mut self,
+        session: &Session,
+        (source, expected): (Box<dyn Source>, u64),
+        open: &OpenUpload,
+    ) -> (SaveLane, &mut [Encoder], SaveResources) {
+        let meter = LaneMeter::new(HOST, expected);
+        session.meter.announce(vec![Arc::clone(&meter)]);
+        let lane = SaveLane {
+            origin: Origin::Source(source),
+            ring: self.ring.clone(),
+            table: FrameTable::new(expected, self.plan.chunk_len),
+            key: open.key.clone(),
+            upload: open.upload.clone(),
+            witness: None,
+            meter,
+        };
+        let store = Arc::clone(&session.store_after_begin) as Arc<dyn Store>;
+        let buffers = (&self.frame_buffers, &self.pack_buffers);
+        let resources = resources(session, &self.plan, buffers, store);
+        (lane, &mut self.encoders, resources)
     }
 }
 

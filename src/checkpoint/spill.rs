@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use super::attempt::{Attempt, OpenUpload, object_key};
-use super::commit::{Written, write_manifest};
+use super::attempt::{Attempt, Holds, OpenUpload, fresh_key, gpu_name};
+use super::commit::{Captured, Written, write_manifest};
 use super::memory::Memory;
 use super::{expect_still, land};
 use crate::config::{JobName, OnFailure, SpillPlace, SpillWhen, Survives};
@@ -217,10 +217,11 @@ impl Spill {
         let used = driver.used_memory_of_all()?;
         let in_all = used.iter().copied().fold(0, u64::saturating_add);
         for (device, (gpu, used)) in driver.devices().iter().zip(&used).enumerate() {
-            let key = object_key(&session.config.job, &attempt.nonce, target, gpu)?;
+            let name = gpu_name(target, gpu);
+            let key = fresh_key(&session.config.job, &attempt.nonce, &name)?;
             let upload = disk.begin_upload(&key).await.map_err(failed)?;
             uploads.push(OpenUpload {
-                device,
+                holds: Holds::Gpu { member: 0, device },
                 key: key.clone(),
                 upload: upload.clone(),
             });
@@ -298,8 +299,7 @@ impl Spill {
         expect_still(driver, target, ProcessState::Checkpointing)?;
         let written = write_manifest(
             session,
-            driver,
-            target,
+            &Captured::gpus(driver, target),
             (attempt, &self.uploads),
             (&*self.store, spilled_manifest_key(&attempt.nonce)),
             saved.lanes,
@@ -315,8 +315,9 @@ impl Spill {
             attempt: attempt.nonce.clone(),
             manifest_digest: entry.manifest_digest,
             manifest,
-            tables: vec![tables],
+            tables,
             etags,
+            files: None,
         };
         let sealed = Sealed {
             format: sealed::FORMAT,

@@ -96,7 +96,9 @@ Signals: before the driver's checkpoint call, the first SIGINT, SIGTERM or SIGHU
 way back: the save goes on to its end, and further signals change nothing but with --force-abandon. What becomes of the target when the store fails then is up to spill.on_failure: \
 by default it is spilled where spill.path is set, and held until the store is back where it is not.")]
     Checkpoint(CheckpointArgs),
-    /// Put an image back into a suspended process and let it run
+    /// Put an image back into a suspended process and let it run; without --pid, bring the whole tree of an image back that has one
+    #[command(after_help = "\
+Without --pid the image must be a whole one (`ckptstream inspect` says its kind): CRIU rebuilds its processes in a pid namespace of their own, with the pids that they had. It needs root. The tree runs on by itself when this command ends.")]
     Restore(RestoreArgs),
     /// Run a batch job: restore it if it has an image, watch for notices that the node goes away, save it then and end it
     #[command(after_help = "\
@@ -151,6 +153,9 @@ Nothing is restored, and nothing is ended without --end.")]
     /// Unlock a target if the saver that started this command dies
     #[command(hide = true)]
     Guard(GuardArgs),
+    /// Be process 1 of the pid namespace of a tree
+    #[command(hide = true)]
+    Init(InitArgs),
     /// Measure what this node can do, without a target: every stage alone, the whole pipeline both ways, and whether a save fits a notice
     #[command(after_help = "\
 GPU memory is taken as given with --size, and filled with data that compresses like the real kinds. The verdict is for GPUs that are full. \
@@ -178,6 +183,7 @@ impl Command {
             Command::Resume => "resume",
             Command::Recover(_) => "recover",
             Command::Guard(_) => "guard",
+            Command::Init(_) => "init",
             Command::Bench(_) => "bench",
         }
     }
@@ -204,6 +210,7 @@ impl Command {
             | Command::Recover(_)
             | Command::Bench(_) => "stops the command",
             Command::Guard(_) => "changes nothing",
+            Command::Init(_) => "is the tree's",
             Command::Run(_) | Command::Watch(_) => "is a notice, or the job's",
         }
     }
@@ -363,6 +370,21 @@ pub(super) struct GuardArgs {
     pub(super) patience_ms: u64,
 }
 
+/// `init`
+#[derive(Debug, ClapArgs)]
+pub(super) struct InitArgs {
+    /// The program is a CRIU that restores a tree, and writes the pid of its root here
+    #[arg(long, requires = "ready")]
+    pub(super) pidfile: Option<PathBuf>,
+
+    /// Made once the tree is there
+    #[arg(long, requires = "pidfile")]
+    pub(super) ready: Option<PathBuf>,
+
+    #[arg(last = true, required = true, num_args = 1..)]
+    pub(super) command: Vec<OsString>,
+}
+
 /// `gc`
 #[derive(Debug, ClapArgs)]
 pub(super) struct GcArgs {
@@ -417,13 +439,13 @@ pub(super) struct PreflightArgs {
 pub(super) struct RestoreArgs {
     /// Suspended process to put the image into, in our pid namespace
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(super) pid: u32,
+    pub(super) pid: Option<u32>,
 
     #[command(flatten)]
     pub(super) image: ImageArgs,
 
     /// The process came up suspended on purpose: accept it although this image was not taken from it
-    #[arg(long)]
+    #[arg(long, requires = "pid")]
     pub(super) into_fresh: bool,
 
     /// Write nothing to the store: the process is a copy beside the job, and whoever saves the job may go on
@@ -580,6 +602,7 @@ impl Args {
             | Command::Resume
             | Command::Recover(_)
             | Command::Guard(_)
+            | Command::Init(_)
             | Command::Bench(_) => {}
         }
         overrides

@@ -464,6 +464,7 @@ mod tests {
                 name: "node-1".to_owned(),
                 boot_id: "b".to_owned(),
             },
+            tree: None,
             processes: vec![ProcessRecord {
                 pid: 42,
                 start_time: 1,

@@ -44,7 +44,7 @@ use crate::session::Session;
 use crate::store;
 use crate::upkeep::{self, GcOptions, Upkeep};
 
-use args::{Args, Command, GuardArgs, ProgressChoice, ThenChoice, TimelineArgs};
+use args::{Args, Command, GuardArgs, InitArgs, ProgressChoice, ThenChoice, TimelineArgs};
 use console::Console;
 use preflight::PreflightListing;
 use progress::{Mode, Progress, Terminal};
@@ -88,6 +88,9 @@ pub fn main() -> std::process::ExitCode {
     };
     if let Command::Guard(guard) = &args.command {
         return run.guard(guard);
+    }
+    if let Command::Init(init) = &args.command {
+        return run.init(init);
     }
     if let Command::Run(_) | Command::Watch(_) = &args.command {
         return run.supervise();
@@ -251,12 +254,16 @@ impl Run<'_> {
             Command::Restore(command) => self.transfer(config()?, &command.timeline, |session| {
                 let wanted = restore::Wanted {
                     image: command.image.image,
-                    into_fresh: command.into_fresh,
+                    // A tree is made anew, so any of its images will do.
+                    into_fresh: command.into_fresh || command.pid.is_none(),
                     started_here: false,
                     read_only: command.read_only,
                     while_saved: command.while_saved.wanted(),
                 };
-                restore::restore(session, command.pid, wanted)
+                match command.pid {
+                    Some(pid) => restore::restore(session, pid, wanted),
+                    None => restore_tree(session, wanted),
+                }
             }),
             Command::Gc(command) => {
                 let options = GcOptions {
@@ -301,7 +308,7 @@ impl Run<'_> {
                 let path = Config::resolve_socket(command.socket.as_deref(), &overrides, &raw);
                 supervise::status(&path.map_err(config_failure)?).map(Some)
             }
-            Command::Guard(_) | Command::Run(_) | Command::Watch(_) => {
+            Command::Guard(_) | Command::Init(_) | Command::Run(_) | Command::Watch(_) => {
                 unreachable!("it is run before anything is read")
             }
             Command::Inspect(command) => self.with_session(config()?, Meter::new(), |session| {
@@ -328,6 +335,17 @@ impl Run<'_> {
                     .map_err(config_failure)?;
                 self.bench(&config, &command.timeline, &command.settings())
                     .map(Some)
+            }
+        }
+    }
+
+    /// Is process 1 of a tree's pid namespace until the tree ends.
+    fn init(&self, args: &InitArgs) -> std::process::ExitCode {
+        match init::of_a_tree(args) {
+            Ok(status) => std::process::ExitCode::from(status),
+            Err(error) => {
+                self.console.line(&format!("ckptstream init: {error}"));
+                std::process::ExitCode::from(ExitCode::Preflight.code())
             }
         }
     }
@@ -619,6 +637,14 @@ impl Ground {
         ground.runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
         result
     }
+}
+
+/// Brings a tree back, and leaves it to itself.
+fn restore_tree(session: &Session, wanted: restore::Wanted) -> Result<Outcome, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
+    let (outcome, _runs_on) = restore::restore_tree(session, wanted, &program)?;
+    Ok(outcome)
 }
 
 /// A failure in one line.

@@ -60,6 +60,10 @@ pub const KEYS: &[(&str, &[&str])] = &[
     ("pipeline", &["chunk_size", "memory_budget", "threads"]),
     ("compression", &["mode", "filter"]),
     ("driver", &["mode", "lock_timeout", "gpu_map"]),
+    (
+        "host",
+        &["save", "criu", "tcp", "shell_job", "external", "arguments"],
+    ),
     ("restore", &["verify"]),
     ("spill", &["path", "survives", "when", "on_failure"]),
     ("retention", &["keep", "grace", "older_than"]),
@@ -118,6 +122,8 @@ pub struct RawConfig {
     pub compression: RawCompression,
     /// `[driver]`
     pub driver: RawDriver,
+    /// `[host]`
+    pub host: RawHost,
     /// `[restore]`
     pub restore: RawRestore,
     /// `[spill]`
@@ -255,12 +261,30 @@ pub enum CompressionMode {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RawDriver {
-    /// `auto` or `custom-storage`.
+    /// `auto`, `custom-storage` or `staged`.
     pub mode: Option<String>,
     /// Time.
     pub lock_timeout: Option<String>,
     /// Stored UUID to present UUID.
     pub gpu_map: BTreeMap<String, String>,
+}
+
+/// `[host]` as written.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RawHost {
+    /// `auto`, `always` or `never`.
+    pub save: Option<String>,
+    /// Program.
+    pub criu: Option<String>,
+    /// `refuse`, `close` or `established`.
+    pub tcp: Option<String>,
+    /// Whether.
+    pub shell_job: Option<bool>,
+    /// As CRIU words it.
+    pub external: Option<Vec<String>>,
+    /// Options.
+    pub arguments: Option<Vec<String>>,
 }
 
 /// `[restore]` as written.
@@ -565,8 +589,12 @@ mod tests {
                     ("driver", "gpu_map") | ("store", "tags") => "{}",
                     (_, "parallelism" | "threads" | "keep") => "1",
                     (_, "requeue_exit_code" | "interval_share") => "75",
-                    (_, "sign_payload" | "allow_gpu_only" | "request_payer") => "true",
-                    (_, "restore_command" | "sources" | "signals") => "[\"x\"]",
+                    (_, "sign_payload" | "allow_gpu_only" | "request_payer" | "shell_job") => {
+                        "true"
+                    }
+                    (_, "restore_command" | "sources" | "signals" | "external" | "arguments") => {
+                        "[\"x\"]"
+                    }
                     _ => "\"x\"",
                 };
                 let text = format!("[{table}]\n{key} = {value}\n");

@@ -173,6 +173,20 @@ pub enum DriverError {
         /// Names of the absent entry points.
         missing: String,
     },
+    /// libcuda cannot checkpoint processes at all.
+    #[error(
+        "this driver cannot checkpoint processes: it has CUDA API {} ({}), and 12.8 (driver 570 or newer) is needed; entry points missing: {missing}",
+        ApiVersion(*api_version),
+        driver_version.as_deref().unwrap_or("driver version unknown")
+    )]
+    NoCheckpoint {
+        /// What `cuDriverGetVersion` answers, for instance 12040.
+        api_version: u32,
+        /// Version of the kernel driver, for instance `driver 550.54`.
+        driver_version: Option<String>,
+        /// Names of the absent entry points.
+        missing: String,
+    },
     /// A call answered a code other than success.
     #[error("{call} answered {name} ({}){}", code.0, code.advice())]
     Call {
@@ -370,45 +384,65 @@ impl Driver {
     /// # Errors
     /// [`DriverError::NoCustomStorage`], naming the versions and what is missing.
     pub fn require_custom_storage(&self) -> Result<(), DriverError> {
-        let entry_points = [
-            (
-                "cuCheckpointProcessGetState",
-                self.api.process_get_state.is_some(),
-            ),
-            ("cuCheckpointProcessLock", self.api.process_lock.is_some()),
-            (
-                "cuCheckpointProcessCheckpoint",
-                self.api.process_checkpoint.is_some(),
-            ),
-            (
-                "cuCheckpointProcessRestore",
-                self.api.process_restore.is_some(),
-            ),
-            (
-                "cuCheckpointProcessUnlock",
-                self.api.process_unlock.is_some(),
-            ),
-            (
-                "cuCheckpointOperationComplete",
-                self.api.operation_complete.is_some(),
-            ),
-        ];
-        let missing: Vec<&str> = entry_points
-            .iter()
-            .filter(|(_, found)| !found)
-            .map(|(name, _)| *name)
-            .collect();
+        let complete = (
+            "cuCheckpointOperationComplete",
+            self.api.operation_complete.is_some(),
+        );
+        let missing = self.missing(&[complete]);
         if missing.is_empty() {
             return Ok(());
         }
         Err(DriverError::NoCustomStorage {
             api_version: self.api_version,
-            driver_version: self
-                .driver_version
-                .as_ref()
-                .map(|version| format!("driver {version}")),
-            missing: missing.join(", "),
+            driver_version: self.driver_label(),
+            missing,
         })
+    }
+
+    /// The same for checkpoints into the host memory of the target.
+    ///
+    /// # Errors
+    /// [`DriverError::NoCheckpoint`], naming the versions and what is missing.
+    pub fn require_checkpoint(&self) -> Result<(), DriverError> {
+        let missing = self.missing(&[]);
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(DriverError::NoCheckpoint {
+            api_version: self.api_version,
+            driver_version: self.driver_label(),
+            missing,
+        })
+    }
+
+    /// Names of the entry points that this driver lacks, of those that every checkpoint needs and these.
+    fn missing(&self, besides: &[(&'static str, bool)]) -> String {
+        let api = &self.api;
+        let entry_points = [
+            (
+                "cuCheckpointProcessGetState",
+                api.process_get_state.is_some(),
+            ),
+            ("cuCheckpointProcessLock", api.process_lock.is_some()),
+            (
+                "cuCheckpointProcessCheckpoint",
+                api.process_checkpoint.is_some(),
+            ),
+            ("cuCheckpointProcessRestore", api.process_restore.is_some()),
+            ("cuCheckpointProcessUnlock", api.process_unlock.is_some()),
+        ];
+        let missing: Vec<&str> = entry_points
+            .iter()
+            .chain(besides)
+            .filter(|(_, found)| !found)
+            .map(|(name, _)| *name)
+            .collect();
+        missing.join(", ")
+    }
+
+    fn driver_label(&self) -> Option<String> {
+        let version = self.driver_version.as_ref();
+        version.map(|version| format!("driver {version}"))
     }
 
     /// The state of a process, now.

@@ -6,6 +6,8 @@
 //!        └────unlock───────┘      └──complete── RestoringProcess ◀──────begin_restore───────────┘
 //! ```
 //!
+//! Without custom storage there are two steps less: LockedProcess ─stage▶ CheckpointedProcess, whose memory is in the target's own host memory, and ─unstage▶ LockedProcess.
+//!
 //! If we die: running → nothing happened; locked → stays locked until somebody unlocks it; checkpointing, restoring → unknown, treated as lost; checkpointed → can be restored.
 //! A [`LockedProcess`] that is dropped unlocks (`?`, panic and Ctrl-C included); from BEGIN on no guard acts, because the driver has no way back.
 
@@ -21,6 +23,9 @@ use cudarc::driver::sys::{
 };
 
 use super::{Driver, DriverError, GpuUuid, ProcessState, raw_pid, to_cu_uuid};
+
+/// The entry point of both kinds of restores.
+const RESTORE: &str = "cuCheckpointProcessRestore";
 
 /// A target that computes.
 #[derive(Debug)]
@@ -189,21 +194,36 @@ impl LockedProcess {
                 operation,
                 extents,
             }),
-            Err(source) => {
-                let state = self.driver.state_for_a_verdict(self.pid);
-                let pid = self.pid;
-                let locked = matches!(state, Ok(ProcessState::Locked)).then(|| {
-                    self.guard = true;
-                    self
-                });
-                Err(Box::new(BeginError {
-                    pid,
-                    state,
-                    locked,
-                    source,
-                }))
-            }
+            Err(source) => Err(self.refused(source)),
         }
+    }
+
+    /// The driver did not begin; what it left is looked up.
+    fn refused(mut self, source: DriverError) -> Box<BeginError> {
+        let state = self.driver.state_for_a_verdict(self.pid);
+        let pid = self.pid;
+        let locked = matches!(state, Ok(ProcessState::Locked)).then(|| {
+            self.guard = true;
+            self
+        });
+        Box::new(BeginError {
+            pid,
+            state,
+            locked,
+            source,
+        })
+    }
+
+    /// The driver copies the target's GPU memory into the target's own host memory, and releases the GPUs. It comes back with [`CheckpointedProcess::unstage`].
+    ///
+    /// # Errors
+    /// [`BeginError`], which holds the target again if it is still locked.
+    pub fn stage(mut self) -> Result<CheckpointedProcess, Box<BeginError>> {
+        self.guard = false;
+        let staged = self
+            .copy_to_host()
+            .and_then(|()| CheckpointedProcess::attach(&self.driver, self.pid));
+        staged.map_err(|source| self.refused(source))
     }
 
     /// From now on dropping it unlocks, or does nothing.
@@ -244,6 +264,24 @@ impl LockedProcess {
         // SAFETY: the argument struct is valid for the call and all zero.
         self.driver.check("cuCheckpointProcessUnlock", unsafe {
             unlock(raw_pid(self.pid), &raw mut args)
+        })
+    }
+
+    fn copy_to_host(&self) -> Result<(), DriverError> {
+        let checkpoint = self
+            .driver
+            .api
+            .process_checkpoint
+            .ok_or(DriverError::LibraryTooOld {
+                missing: "cuCheckpointProcessCheckpoint",
+            })?;
+        let mut args = CUcheckpointCheckpointArgs {
+            customStorageInfo_out: std::ptr::null_mut(),
+            reserved: [0; 56],
+        };
+        // SAFETY: the argument struct is valid for the call, and all of it is zero, as drivers without custom storage want it, too.
+        self.driver.check("cuCheckpointProcessCheckpoint", unsafe {
+            checkpoint(raw_pid(self.pid), &raw mut args)
         })
     }
 
@@ -322,13 +360,37 @@ impl CheckpointedProcess {
         self,
         pairs: &[(GpuUuid, GpuUuid)],
     ) -> Result<RestoringProcess, DriverError> {
+        let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
+        self.restore(pairs, &raw mut info)?;
+        let (operation, extents) = read_extents(&self.driver, RESTORE, info)?;
+        Ok(RestoringProcess {
+            driver: self.driver,
+            pid: self.pid,
+            operation,
+            extents,
+        })
+    }
+
+    /// The driver copies the memory of a target that was staged from its own host memory back to its GPUs. `pairs` and the number of tries are those of [`CheckpointedProcess::begin_restore`]. Nothing unlocks the target when what this returns is dropped, as long as
+    /// others of its tree may not have their memory yet.
+    ///
+    /// # Errors
+    /// Whatever the driver answers. The target is then to be ended.
+    pub fn unstage(self, pairs: &[(GpuUuid, GpuUuid)]) -> Result<LockedProcess, DriverError> {
+        self.restore(pairs, std::ptr::null_mut())?;
+        LockedProcess::attach(&self.driver, self.pid)
+    }
+
+    fn restore(
+        &self,
+        pairs: &[(GpuUuid, GpuUuid)],
+        info_out: *mut *mut CUcheckpointCustomStorageInfo,
+    ) -> Result<(), DriverError> {
         let restore = self
             .driver
             .api
             .process_restore
-            .ok_or(DriverError::LibraryTooOld {
-                missing: "cuCheckpointProcessRestore",
-            })?;
+            .ok_or(DriverError::LibraryTooOld { missing: RESTORE })?;
         let mut raw_pairs: Vec<CUcheckpointGpuPair> = pairs
             .iter()
             .map(|&(old, new)| CUcheckpointGpuPair {
@@ -336,7 +398,6 @@ impl CheckpointedProcess {
                 newUuid: to_cu_uuid(new),
             })
             .collect();
-        let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
         let mut args = CUcheckpointRestoreArgs {
             gpuPairs: if raw_pairs.is_empty() {
                 std::ptr::null_mut()
@@ -345,20 +406,12 @@ impl CheckpointedProcess {
             },
             gpuPairsCount: c_uint::try_from(raw_pairs.len()).unwrap_or(c_uint::MAX),
             padding0: 0,
-            customStorageInfo_out: &raw mut info,
+            customStorageInfo_out: info_out,
             reserved: [0; 40],
         };
-        let call = "cuCheckpointProcessRestore";
-        // SAFETY: the argument struct, the pairs and the out pointer are valid for the call; padding and reserved bytes are zero.
+        // SAFETY: the argument struct, the pairs and the out pointer, if there is one, are valid for the call; padding and reserved bytes are zero.
         let code = unsafe { restore(raw_pid(self.pid), &raw mut args) };
-        self.driver.check(call, code)?;
-        let (operation, extents) = read_extents(&self.driver, call, info)?;
-        Ok(RestoringProcess {
-            driver: self.driver,
-            pid: self.pid,
-            operation,
-            extents,
-        })
+        self.driver.check(RESTORE, code)
     }
 }
 

@@ -212,6 +212,17 @@ impl FrameTable {
         Self { raw_len, ..self }
     }
 
+    /// The table, still without frames, for bytes whose number is known at their end ([`FrameTable::ends_at`]). It is not complete before.
+    #[must_use]
+    pub fn open_ended(self) -> Self {
+        self.for_extent(u64::MAX)
+    }
+
+    /// There are so many bytes.
+    pub fn ends_at(&mut self, raw_len: u64) {
+        self.raw_len = raw_len;
+    }
+
     /// Adds the next frame.
     pub fn push(&mut self, stored_len: u32, kind: FrameKind, filter: Filter, digest: Digest) {
         self.stored.push(stored_len);

@@ -150,7 +150,7 @@ fn files(golden: &Golden) -> BTreeMap<String, Vec<u8>> {
 
     let manifest = Manifest {
         format: FORMAT,
-        features: features_of(&tables),
+        features: features_of(ImageKind::Gpu, &tables),
         tool: TOOL.to_owned(),
         job: golden.job.to_owned(),
         kind: ImageKind::Gpu,
@@ -165,6 +165,7 @@ fn files(golden: &Golden) -> BTreeMap<String, Vec<u8>> {
             name: "golden-node".to_owned(),
             boot_id: "00000000-0000-4000-8000-000000000001".to_owned(),
         },
+        tree: None,
         processes: vec![ProcessRecord {
             pid: 4711,
             start_time: 123_456,

@@ -69,6 +69,7 @@ fn manifest() -> Manifest {
             name: "node-1".to_owned(),
             boot_id: "7d3d1c0e-30a1-4c0e-8f41-0a3c5f6c5c11".to_owned(),
         },
+        tree: None,
         processes: vec![ProcessRecord {
             pid: 4711,
             start_time: 123_456,
@@ -416,7 +417,7 @@ mod frame_tables {
             let extent = extent(UUID, "gpu", &table);
             let read = FrameTable::decode_and_verify(&bytes, &extent.table, &extent).unwrap();
             assert_eq!(read, table);
-            let features = features_of([&table]);
+            let features = features_of(ImageKind::Gpu, [&table]);
             assert_eq!(features.is_empty(), !table.has_planes());
         }
     }
@@ -430,7 +431,7 @@ mod frame_tables {
         let with = text(&table_with_planes(15 * MIB));
         assert!(with.contains("\"features\": [\"planes\"],") && !with.contains("\"filter\""));
         assert!(with.contains("\"filters\": \"--B-----d--b--D\","), "{with}");
-        let features = features_of([&table(MIB), &table_with_planes(3 * MIB)]);
+        let features = features_of(ImageKind::Gpu, [&table(MIB), &table_with_planes(3 * MIB)]);
         assert_eq!(features, ["planes"]);
     }
 

@@ -23,6 +23,7 @@ mod network;
 mod pack;
 mod part;
 mod save;
+mod source;
 mod stage;
 mod transfer;
 mod window;
@@ -32,7 +33,8 @@ pub(crate) use abort::panic_message;
 pub use alone::{AloneLane, copy_in_alone, copy_out_alone};
 pub(crate) use gauge::slowest;
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
-pub use save::{SaveLane, SaveResources, Saved, SavedLane, save};
+pub use save::{Origin, SaveLane, SaveResources, Saved, SavedLane, save};
+pub use source::{Source, SourceOut};
 pub use witness::Witness;
 
 use crate::codec::FrameError;
@@ -50,6 +52,9 @@ pub enum PipelineError {
     /// The store did not take or give bytes.
     #[error("the store failed during the transfer")]
     Store(#[from] StoreError),
+    /// Bytes that come from elsewhere than a GPU did not come to their end.
+    #[error("the bytes to save broke off")]
+    Source(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A stored frame is not the chunk that the frame table promised.
     #[error("chunk {chunk} of {key} is damaged")]
     Frame {

@@ -21,7 +21,7 @@
 //!   compressor that packs waits for a pack buffer at most.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -135,22 +135,42 @@ impl SharedPacker {
 
     /// Takes a frame, and packs every frame whose turn it is, unless another thread is at it, which then does it. Returns how long it waited for pack buffers.
     pub(super) fn push(&self, index: u64, frame: PackedFrame) -> Result<Duration, PipelineError> {
-        let inbox = || self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
-        inbox().push((index, frame));
+        self.inbox().push((index, frame));
+        self.pack_inbox()
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Vec<(u64, PackedFrame)>> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Packs what lies in the inbox, unless somebody else is at it.
+    fn pack_inbox(&self) -> Result<Duration, PipelineError> {
         let mut blocked = Duration::ZERO;
         // Who packs looks into the inbox once more when it has let the packer go: a frame that came in between is not left there.
-        while !inbox().is_empty() {
+        while !self.inbox().is_empty() {
             let mut packer = match self.packer.try_lock() {
                 Ok(packer) => packer,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => break,
             };
-            let frames = std::mem::take(&mut *inbox());
+            let frames = std::mem::take(&mut *self.inbox());
             for (index, frame) in frames {
                 blocked += packer.push(index, frame)?;
             }
         }
         Ok(blocked)
+    }
+
+    /// The lane has so many raw bytes, which was not known before. Waits for whoever packs.
+    pub(super) fn ends_at(&self, raw_len: u64) -> Result<(), PipelineError> {
+        let packer = self.packer.lock();
+        let ended = packer
+            .unwrap_or_else(PoisonError::into_inner)
+            .ends_at(raw_len);
+        ended?;
+        // What came meanwhile was left to us.
+        self.pack_inbox()?;
+        Ok(())
     }
 
     /// The object, once every frame was packed; `None` before.
@@ -230,6 +250,18 @@ impl Packer {
                 .push(record.stored_len, record.kind, record.filter, record.digest);
             self.pack(frame)?;
         }
+        self.end_if_complete()?;
+        Ok(self.blocked)
+    }
+
+    /// See [`SharedPacker::ends_at`].
+    fn ends_at(&mut self, raw_len: u64) -> Result<(), PipelineError> {
+        self.table.ends_at(raw_len);
+        self.end_if_complete()
+    }
+
+    /// Behind the last frame comes the seek table, and the last part goes.
+    fn end_if_complete(&mut self) -> Result<(), PipelineError> {
         if self.table.is_complete() {
             let seek_table = Bytes::from(self.table.seek_table());
             let whole = Rest {
@@ -239,7 +271,7 @@ impl Packer {
             self.append([seek_table], Way::Copied, whole, 0)?;
             self.send_open_part()?;
         }
-        Ok(self.blocked)
+        Ok(())
     }
 
     /// See [`SharedPacker::finish`].

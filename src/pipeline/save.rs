@@ -1,4 +1,4 @@
-//! Save: extents → objects. Wires copy threads, compressors, packers and uploads, and joins them all.
+//! Save: extents, and bytes from elsewhere, → objects. Wires copy threads, compressors, packers and uploads, and joins them all.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,6 +18,7 @@ use super::lend::Lender;
 use super::pack::{
     FrameBytes, FrameRecord, PackedFrame, PackedObject, Packer, Packing, PartJob, SharedPacker,
 };
+use super::source::{Source, SourceOut};
 use super::stage::spawn;
 use super::transfer::{UploadTarget, Uploader, task_panicked};
 use super::witness::Witness;
@@ -31,14 +32,26 @@ use crate::plan::Chunks;
 use crate::progress::{LaneMeter, Meter};
 use crate::store::{Key, PartReceipt, Store, UploadId, crc64_of_parts};
 
-/// One extent and the object that it becomes.
+/// Where a lane's bytes come from.
+#[derive(Debug)]
+pub enum Origin {
+    /// An extent of a GPU.
+    Gpu {
+        /// Copies from it; prepared, not bound yet.
+        queue: CopyQueue,
+        /// Where the bytes are.
+        extent: Extent,
+    },
+    /// Somewhere else; how many there are is known at their end.
+    Source(Box<dyn Source>),
+}
+
+/// Bytes and the object that they become.
 #[derive(Debug)]
 pub struct SaveLane {
-    /// Copies from the extent's GPU; prepared, not bound yet.
-    pub queue: CopyQueue,
-    /// Where the bytes are.
-    pub extent: Extent,
-    /// Pinned buffers of one chunk each, for this GPU alone.
+    /// The bytes.
+    pub origin: Origin,
+    /// Buffers of one chunk each, for this lane alone; pinned for its GPU.
     pub ring: BufferPool,
     /// Without frames yet, of the resources' chunk length, and with room for the GPU's whole memory: [`FrameTable::new`] made it before the target was locked.
     pub table: FrameTable,
@@ -163,9 +176,9 @@ pub fn save(
     std::thread::scope(|scope| {
         for copier in work.copiers {
             let (abort, gauge, chunks_out) = (&*abort, &copy_gauge, chunks_out.clone());
-            let (device, chunk_len) = (copier.extent.device, resources.chunk_len);
-            spawn(scope, abort, ("copy", device), move || {
-                copier.run(chunk_len, gauge, &chunks_out)
+            let (packer, chunk_len) = (&work.packers[copier.lane], resources.chunk_len);
+            spawn(scope, abort, ("copy", copier.number()), move || {
+                copier.run(chunk_len, gauge, packer, (&chunks_out, abort))
             });
         }
         drop(chunks_out);
@@ -224,7 +237,10 @@ impl Work {
             lent_bytes: 0,
         };
         for (index, lane) in lanes.into_iter().enumerate() {
-            let table = lane.table.for_extent(lane.extent.len);
+            let table = match &lane.origin {
+                Origin::Gpu { extent, .. } => lane.table.for_extent(extent.len),
+                Origin::Source(_) => lane.table.open_ended(),
+            };
             let packing = Packing::of(resources, &frames, &lane.ring);
             ring_loans += packing.ring.limit();
             let packer = Packer::new(index, table, packing, parts.clone());
@@ -237,8 +253,7 @@ impl Work {
             work.witnesses.push(lane.witness);
             work.copiers.push(Copier {
                 lane: index,
-                queue: lane.queue,
-                extent: lane.extent,
+                origin: lane.origin,
                 ring: lane.ring,
                 meter: lane.meter,
             });
@@ -251,8 +266,7 @@ impl Work {
 /// What one copy thread owns.
 struct Copier {
     lane: usize,
-    queue: CopyQueue,
-    extent: Extent,
+    origin: Origin,
     ring: BufferPool,
     meter: Arc<LaneMeter>,
 }
@@ -262,17 +276,35 @@ impl Copier {
         self,
         chunk_len: u64,
         gauge: &Gauge,
-        out: &Sender<RawChunk>,
+        packer: &SharedPacker,
+        (out, abort): (&Sender<RawChunk>, &Abort),
     ) -> Result<(), PipelineError> {
-        let copy = CopyLane {
-            lane: self.lane,
-            chunks: Chunks::new(self.extent.len, chunk_len),
-            chunk_len,
-            ring: &self.ring,
-            meter: &self.meter,
-            gauge,
-        };
-        copy.copy_out(self.queue, self.extent, out)
+        match self.origin {
+            Origin::Gpu { queue, extent } => {
+                let copy = CopyLane {
+                    lane: self.lane,
+                    chunks: Chunks::new(extent.len, chunk_len),
+                    chunk_len,
+                    ring: &self.ring,
+                    meter: &self.meter,
+                    gauge,
+                };
+                copy.copy_out(queue, extent, out)
+            }
+            Origin::Source(source) => {
+                let (ring, meter) = (&self.ring, &self.meter);
+                let mut out = SourceOut::new(self.lane, (ring, meter, gauge), (out, abort));
+                packer.ends_at(source.run(&mut out)?)
+            }
+        }
+    }
+
+    /// Names its thread.
+    fn number(&self) -> usize {
+        match &self.origin {
+            Origin::Gpu { extent, .. } => extent.device,
+            Origin::Source(_) => self.lane,
+        }
     }
 }
 

@@ -7,21 +7,19 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::StreamExt;
 use tokio_util::sync::CancellationToken;
 
+use super::in_order::{Ahead, InOrderError, write_in_order};
 use crate::codec::Decoder;
 use crate::driver::{BufferPool, Driver, DriverError, GpuUuid};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
-use crate::image::{Image, ImageError, ImageRef, image_id};
+use crate::image::{Image, ImageError, ImageRef, Stored, image_id};
 use crate::job_log::JobLog;
-use crate::manifest::{ExtentRecord, FrameTable, read_back_key};
+use crate::manifest::{HOST, read_back_key};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
-use crate::plan::{
-    self, FetchGroup, LoadPlan, LoadSettings, PlanError, fetch_buffer_len, fetch_groups, plan_load,
-};
+use crate::plan::{self, LoadPlan, LoadSettings, PlanError, fetch_buffer_len, plan_load};
 use crate::progress::LaneMeter;
 use crate::sealed::{Sealed, SealedError};
 use crate::session::{Interrupted, Session};
@@ -49,7 +47,7 @@ pub fn verify(session: &Session, image: ImageRef) -> Result<Outcome, Failure> {
     Ok(Outcome {
         stages: loaded.stages,
         slowest_stage: loaded.slowest_stage,
-        memory_planned: load_plan(session, &image).map_or(0, |plan| plan.total_bytes),
+        memory_planned: load_plan(session, &image, Which::All).map_or(0, |plan| plan.total_bytes),
         ..outcome_of(session, &image, Vec::new(), clock.finish())
     })
 }
@@ -86,8 +84,13 @@ pub fn cat(
     let (image, _skipped, _sealed) = open_image(session, image).map_err(reads_only)?;
     let extent = choose_extent(&image, gpu)
         .map_err(|error| Failure::new(ExitCode::Config, Phase::Read, error))?;
-    cat_extent(session, &extent, out)
-        .map_err(|error| Failure::new(error.code(), Phase::Read, error))?;
+    cat_extent(session, extent, out).map_err(|error| {
+        let code = match &error {
+            InOrderError::Load(error) => error.code(),
+            InOrderError::Write(_) => ExitCode::Preflight,
+        };
+        Failure::new(code, Phase::Read, error)
+    })?;
     Ok(outcome_of(session, &image, Vec::new(), clock.finish()))
 }
 
@@ -260,7 +263,7 @@ impl LoadFailed {
 
 /// Reads and verifies every chunk, and keeps none.
 pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, LoadFailed> {
-    let plan = load_plan(session, image)?;
+    let plan = load_plan(session, image, Which::All)?;
     let lanes = lanes(session, image, &plan, None)?;
     let resources = resources(
         session,
@@ -275,18 +278,36 @@ pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, L
     }
 }
 
-pub(super) fn load_plan(session: &Session, image: &Image) -> Result<LoadPlan, PlanError> {
-    let shapes: Vec<plan::LoadLane> = image
-        .manifest
-        .extents()
-        .zip(image.tables.iter().flatten())
-        .map(|(extent, table)| plan::LoadLane {
-            raw_len: extent.raw_len,
-            chunk_len: extent.chunk_len,
-            frame_len_max: table.frame_len_max(),
-            frames_len: table.frames_len(),
-        })
-        .collect();
+/// Which of an image's objects are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Which {
+    All,
+    /// Those of GPUs.
+    Gpus,
+}
+
+impl Which {
+    fn of(self, image: &Image) -> impl Iterator<Item = Stored<'_>> {
+        let stored = image.stored();
+        stored.filter(move |stored| self == Self::All || stored.extent.device != HOST)
+    }
+}
+
+fn shape(stored: &Stored<'_>) -> plan::LoadLane {
+    plan::LoadLane {
+        raw_len: stored.extent.raw_len,
+        chunk_len: stored.extent.chunk_len,
+        frame_len_max: stored.table.frame_len_max(),
+        frames_len: stored.table.frames_len(),
+    }
+}
+
+pub(super) fn load_plan(
+    session: &Session,
+    image: &Image,
+    which: Which,
+) -> Result<LoadPlan, PlanError> {
+    let shapes: Vec<plan::LoadLane> = which.of(image).map(|stored| shape(&stored)).collect();
     plan_load(&shapes, &load_settings(session))
 }
 
@@ -308,13 +329,24 @@ pub(super) fn lanes<'a>(
     to: Option<(&Arc<Driver>, &[usize])>,
 ) -> Result<Vec<LoadLane<'a>>, LoadFailed> {
     let mut lanes = Vec::new();
-    let tables = image.tables.iter().flatten();
-    let stored = image.manifest.extents().zip(tables).zip(&image.etags);
-    for (index, ((extent, table), etag)) in stored.enumerate() {
+    let which = match to {
+        Some(_) => Which::Gpus,
+        None => Which::All,
+    };
+    for (index, stored) in which.of(image).enumerate() {
+        let Stored {
+            extent,
+            table,
+            etag,
+        } = stored;
         let chunk_len = usize::try_from(extent.chunk_len).unwrap_or(usize::MAX);
+        let label = match extent.device.as_str() {
+            HOST => HOST.to_owned(),
+            _ => format!("GPU {index}"),
+        };
         lanes.push(LoadLane {
             key: Key::of_job(&session.config.job, &extent.object.key)?,
-            etag: etag.clone(),
+            etag: etag.map(str::to_owned),
             table,
             raw_len: extent.raw_len,
             chunk_len: extent.chunk_len,
@@ -323,7 +355,7 @@ pub(super) fn lanes<'a>(
                 chunk_len,
                 to.map(|(driver, gpus)| (driver, gpus[index])),
             )?,
-            meter: LaneMeter::new(format!("GPU {index}"), extent.raw_len),
+            meter: LaneMeter::new(label, extent.raw_len),
         });
     }
     session
@@ -374,13 +406,6 @@ fn pool(
     }
 }
 
-/// One extent of an image, with what reading it takes.
-struct StoredExtent<'a> {
-    record: &'a ExtentRecord,
-    table: &'a FrameTable,
-    etag: Option<&'a str>,
-}
-
 /// Why there is nothing to print.
 #[derive(Debug, thiserror::Error)]
 enum NoSuchExtent {
@@ -396,20 +421,13 @@ enum NoSuchExtent {
     Several { generation: u64, there: String },
 }
 
-fn choose_extent(image: &Image, gpu: Option<GpuUuid>) -> Result<StoredExtent<'_>, NoSuchExtent> {
+fn choose_extent(image: &Image, gpu: Option<GpuUuid>) -> Result<Stored<'_>, NoSuchExtent> {
     let generation = image.generation;
-    let tables = image.tables.iter().flatten();
-    let all = image.manifest.extents().zip(tables).zip(&image.etags);
-    let mut extents = all.map(|((record, table), etag)| StoredExtent {
-        record,
-        table,
-        etag: etag.as_deref(),
-    });
+    let mut extents = Which::Gpus.of(image);
     let there = || {
-        let names: Vec<&str> = image
-            .manifest
-            .extents()
-            .map(|extent| extent.device.as_str())
+        let names: Vec<&str> = Which::Gpus
+            .of(image)
+            .map(|stored| stored.extent.device.as_str())
             .collect();
         names.join(", ")
     };
@@ -423,7 +441,7 @@ fn choose_extent(image: &Image, gpu: Option<GpuUuid>) -> Result<StoredExtent<'_>
             }),
         };
     };
-    let found = extents.find(|extent| extent.record.device == gpu.to_string());
+    let found = extents.find(|stored| stored.extent.device == gpu.to_string());
     found.ok_or_else(|| NoSuchExtent::OtherGpu {
         gpu,
         generation,
@@ -431,77 +449,20 @@ fn choose_extent(image: &Image, gpu: Option<GpuUuid>) -> Result<StoredExtent<'_>
     })
 }
 
-/// Why an extent was not printed to its end.
-#[derive(Debug, thiserror::Error)]
-enum CatFailed {
-    #[error("the image cannot be read")]
-    Load(#[from] LoadFailed),
-    #[error("cannot write the extent")]
-    Write(#[from] std::io::Error),
-}
-
-impl CatFailed {
-    fn code(&self) -> ExitCode {
-        match self {
-            Self::Load(error) => error.code(),
-            Self::Write(_) => ExitCode::Preflight,
-        }
-    }
-}
-
-impl From<PipelineError> for CatFailed {
-    fn from(error: PipelineError) -> Self {
-        Self::Load(error.into())
-    }
-}
-
 /// Most ranges ahead of the one that is being written.
 const CAT_READ_AHEAD: usize = 4;
 
 fn cat_extent(
     session: &Session,
-    extent: &StoredExtent<'_>,
+    stored: Stored<'_>,
     out: &mut dyn Write,
-) -> Result<(), CatFailed> {
-    let record = extent.record;
-    let key = &Key::of_job(&session.config.job, &record.object.key).map_err(LoadFailed::from)?;
-    let shape = plan::LoadLane {
-        raw_len: record.raw_len,
-        chunk_len: record.chunk_len,
-        frame_len_max: extent.table.frame_len_max(),
-        frames_len: extent.table.frames_len(),
+) -> Result<(), InOrderError> {
+    let plan = plan_load(&[shape(&stored)], &load_settings(session)).map_err(LoadFailed::from)?;
+    let ahead = Ahead {
+        ranges: plan.fetch_buffers.clamp(1, CAT_READ_AHEAD),
+        range_len: plan.fetch_len_max,
+        batches: CAT_READ_AHEAD.min(plan.threads as usize).max(1),
     };
-    let plan = plan_load(&[shape], &load_settings(session)).map_err(LoadFailed::from)?;
-    let groups = fetch_groups(&extent.table.stored, plan.fetch_len_max);
-    let fetch = |group: FetchGroup| async move {
-        let len = usize::try_from(group.bytes.end - group.bytes.start).unwrap_or(usize::MAX);
-        let mut bytes = vec![0; len];
-        let range = group.bytes.clone();
-        let read = session.store.get_range(key, range, extent.etag, &mut bytes);
-        read.await?;
-        Ok::<_, PipelineError>((group, bytes))
-    };
-    let ahead = plan.fetch_buffers.clamp(1, CAT_READ_AHEAD);
-    let mut fetched = Box::pin(futures::stream::iter(groups).map(fetch).buffered(ahead));
-    let mut decoder = Decoder::new().map_err(LoadFailed::from)?;
-    let mut chunk = vec![0; usize::try_from(record.chunk_len).unwrap_or(usize::MAX)];
-    while let Some(next) = session.wait(fetched.next()) {
-        let (group, bytes) = next?;
-        let mut rest = bytes.as_slice();
-        for frame in extent.table.entries_from(group.frames, group.bytes.start) {
-            let (stored, behind) = rest.split_at(frame.stored_len as usize);
-            rest = behind;
-            let raw = &mut chunk[..frame.raw_len as usize];
-            decoder
-                .decode(stored, frame.filter, frame.digest, raw)
-                .map_err(|source| PipelineError::Frame {
-                    key: key.to_string(),
-                    chunk: frame.index,
-                    source,
-                })?;
-            out.write_all(raw)?;
-        }
-    }
-    out.flush()?;
-    Ok(())
+    let all = 0..stored.extent.raw_len;
+    write_in_order(session, &*session.store, stored, all, ahead, out)
 }

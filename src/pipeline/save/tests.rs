@@ -87,14 +87,16 @@ impl Case {
             let extent = memory.extent();
             let key = Key::new(&format!("job/{index}")).unwrap();
             SaveLane {
-                queue: CopyQueue::prepare(&driver, 0, 2 + self.to_lend, STREAMS_OUT).unwrap(),
                 ring: ring(2 + self.to_lend, fills),
                 table: FrameTable::new(extent.len, CHUNK_LEN as u64),
                 upload: runtime.block_on(store.begin_upload(&key)).unwrap(),
                 witness: witness.cloned(),
                 meter: LaneMeter::new("lane", extent.len),
                 key,
-                extent,
+                origin: Origin::Gpu {
+                    queue: CopyQueue::prepare(&driver, 0, 2 + self.to_lend, STREAMS_OUT).unwrap(),
+                    extent,
+                },
             }
         };
         let lanes: Vec<_> = self.lanes.iter().enumerate().map(lane).collect();

@@ -89,7 +89,11 @@ impl Sample {
             },
             table: FrameTable::record(&encoded, table_key.clone()),
         };
-        let manifest = manifest(&attempt, manifest::features_of([&table]), extent);
+        let manifest = manifest(
+            &attempt,
+            manifest::features_of(ImageKind::Gpu, [&table]),
+            extent,
+        );
         let manifest_key = match is_spilled {
             true => manifest::spilled_manifest_key(&attempt),
             false => manifest::manifest_key(&attempt),
@@ -157,6 +161,7 @@ fn manifest(attempt: &str, features: Vec<String>, extent: ExtentRecord) -> Manif
             name: "node".to_owned(),
             boot_id: "00000000-0000-4000-8000-000000000000".to_owned(),
         },
+        tree: None,
         processes: vec![ProcessRecord {
             pid: 1,
             start_time: 7,

@@ -1,0 +1,501 @@
+//! The story back for a whole tree: read → check → CRIU restore, streamed, in a pid namespace of its own → the driver copies every member's memory back → unlock all.
+//!
+//! In: a whole image of the job. Out: the tree, running with the pids that it had. What exists if we fail:
+//!
+//! | step | the tree | exit |
+//! |---|---|---|
+//! | read, check | none; the driver was not asked for anything | 6 (proved that there is none), 20 |
+//! | CRIU restore | what there is of it is ended with its namespace | 20 |
+//! | restore, unlock | ended with its namespace; the image can be restored again | 21 |
+//!
+//! If we die, process 1 of the namespace ends everything in it, up to the moment at which the whole tree runs. No byte reaches CRIU before its chunk was verified.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use super::gpu_map::{GpuPairs, is_identity, map_gpus};
+use super::in_order::{Ahead, InOrderError, write_in_order};
+use super::read::{LoadFailed, Which, load_plan, outcome_of};
+use super::{CheckError, Chosen, Taken, Wanted, give_up_the_job, read_image, refused, unpin};
+use crate::checkpoint::look;
+use crate::driver::{CheckpointedProcess, Driver, LockedProcess, RunningProcess};
+use crate::error::{ExitCode, Failure, Phase};
+use crate::failpoint;
+use crate::host::namespace::{KEEP, process_one};
+use crate::host::{Criu, CriuRun, FileSource, ImagesDir, ProcessTree, Serving, Watch, WriteError};
+use crate::image::{Image, Stored};
+use crate::manifest::{CaptureMode, HOST, HostFiles, ImageKind, TreeRecord};
+use crate::outcome::Outcome;
+use crate::phases::PhaseClock;
+use crate::session::Session;
+use crate::store::Store;
+use crate::target::{Target, descendants};
+use crate::watchdog;
+use crate::writer::random_hex;
+
+/// How long CRIU may take when there is no deadline.
+const RESTORE_LIMIT: Duration = Duration::from_secs(3600);
+/// How long the driver may take to copy memory back.
+const UNSTAGING_USUAL: Duration = Duration::from_secs(300);
+/// How often it is looked whether the tree is there.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// How long an ended namespace may take to be gone.
+const END_LIMIT: Duration = Duration::from_secs(30);
+/// Ranges that one file of CRIU's is read ahead.
+const READ_AHEAD: usize = 4;
+
+/// A tree that was restored, and runs.
+#[derive(Debug)]
+pub struct RestoredTree {
+    /// What made its namespace, and ends with the tree's status.
+    pub child: Child,
+    /// Pid of the tree's root, in our namespace.
+    pub root: u32,
+}
+
+/// Brings the tree of a whole image back. The job is opened first: whoever saved it until then is fenced. `program` is this very program, which is run as process 1 of the tree's namespace.
+///
+/// # Errors
+/// A [`Failure`] with the code of PROTOCOL section 6.
+pub fn restore_tree(
+    session: &Session,
+    wanted: Wanted,
+    program: &Path,
+) -> Result<(Outcome, RestoredTree), Failure> {
+    let _named = tracing::error_span!("restore", trace = random_hex::<16>()).entered();
+    let mut clock = PhaseClock::start(&session.meter, Phase::Read);
+    let chosen = read_image(session, wanted)?;
+    failpoint::pass("restore:image read");
+    let done = put_back(session, &mut clock, program, &chosen);
+    if let Some(Taken { ours, pin }) = &chosen.taken {
+        unpin(session, pin);
+        if done.is_err() {
+            give_up_the_job(session, ours);
+        }
+    }
+    let (outcome, tree) = done?;
+    let outcome = Outcome {
+        seconds: clock.finish(),
+        skipped: chosen.skipped,
+        ..outcome
+    };
+    Ok((outcome, tree))
+}
+
+fn put_back(
+    session: &Session,
+    clock: &mut PhaseClock,
+    program: &Path,
+    chosen: &Chosen,
+) -> Result<(Outcome, RestoredTree), Failure> {
+    let image = &chosen.image;
+    let checked = check(session, image).map_err(|cause| refused(Phase::Read, cause))?;
+    failpoint::pass("restore:checked");
+    let since = clock.enter(Phase::Restore);
+    let namespace = rebuild(session, image, &checked, program)
+        .map_err(|cause| refused(Phase::Restore, cause))?;
+    failpoint::pass("restore:tree rebuilt");
+    let (driver, pairs) = (&checked.driver, &checked.pairs);
+    let members = match members(&namespace, image) {
+        Ok(members) => members,
+        Err(cause) => {
+            let failure = Failure::new(ExitCode::RestoreFailed, Phase::Restore, cause);
+            return Err(namespace.end(failure));
+        }
+    };
+    let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| Failure {
+        targets: members.iter().map(|member| look(driver, member)).collect(),
+        ..Failure::new(ExitCode::RestoreFailed, phase, cause)
+    };
+    let locked = match unstage(driver, &members, pairs) {
+        Ok(locked) => locked,
+        Err(cause) => return Err(namespace.end(failed(Phase::Restore, cause))),
+    };
+    failpoint::pass("restore:locked for good");
+    clock.enter(Phase::Unlock);
+    if let Err(cause) = unlock(driver, &members, locked) {
+        return Err(namespace.end(failed(Phase::Unlock, cause)));
+    }
+    let outcome = Outcome {
+        seconds_locked: since.elapsed().as_secs_f64(),
+        memory_planned: load_plan(session, image, Which::All).map_or(0, |plan| plan.total_bytes),
+        ..outcome_of(
+            session,
+            image,
+            members.iter().map(|member| look(driver, member)).collect(),
+            Vec::new(),
+        )
+    };
+    match namespace.keep() {
+        Ok(tree) => Ok((outcome, tree)),
+        Err((namespace, cause)) => Err(namespace.end(failed(Phase::Unlock, cause))),
+    }
+}
+
+/// What is known before anything is made.
+struct Checked {
+    driver: Arc<Driver>,
+    criu: Criu,
+    /// The same for every member; empty where every GPU is the one that it was.
+    pairs: GpuPairs,
+}
+
+fn check(session: &Session, image: &Image) -> Result<Checked, Box<dyn Error + Send + Sync>> {
+    let manifest = &image.manifest;
+    let (kind, mode) = (manifest.kind, manifest.capture.mode);
+    if kind != ImageKind::Whole {
+        return Err(CheckError::NeedsAProcess.into());
+    }
+    if mode != CaptureMode::Staged {
+        return Err(CheckError::Mode { mode }.into());
+    }
+    let criu = Criu::find(&session.config.host)?;
+    criu.check()?;
+    let driver = Driver::open()?;
+    driver.require_checkpoint()?;
+    super::tell_of_another_driver(manifest, &driver);
+    let wanted = &session.config.driver.gpu_map;
+    let mut pairs = GpuPairs::default();
+    for process in &manifest.processes {
+        for pair in map_gpus(process, driver.devices(), wanted)? {
+            if !pairs.contains(&pair) {
+                pairs.push(pair);
+            }
+        }
+    }
+    if is_identity(&pairs) {
+        pairs.clear();
+    }
+    session.check_cancelled()?;
+    Ok(Checked {
+        driver,
+        criu,
+        pairs,
+    })
+}
+
+/// A pid namespace with a tree in it. Dropping it without a word ends both.
+struct Namespace {
+    child: Child,
+    /// Process 1, in our namespace.
+    init: Target,
+    tree: ProcessTree,
+}
+
+impl Namespace {
+    /// The tree runs, and stays.
+    fn keep(mut self) -> Result<RestoredTree, (Self, Box<dyn Error + Send + Sync>)> {
+        let told = match &mut self.child.stdin {
+            Some(letters) => letters.write_all(KEEP),
+            None => Err(std::io::ErrorKind::BrokenPipe.into()),
+        };
+        match told {
+            Ok(()) => Ok(RestoredTree {
+                root: self.tree.root().pid,
+                child: self.child,
+            }),
+            Err(error) => Err((self, error.into())),
+        }
+    }
+
+    /// Ends everything in it. Says so in what went wrong.
+    fn end(mut self, mut failure: Failure) -> Failure {
+        let ended = self.init.kill().map(|()| self.init.ends_within(END_LIMIT));
+        let _status = self.child.wait();
+        if !matches!(ended, Ok(true)) {
+            failure
+                .attached
+                .push("what there was of the tree could not be ended".to_owned());
+        }
+        for target in &mut failure.targets {
+            target.state = "gone".to_owned();
+        }
+        failure
+    }
+}
+
+/// CRIU rebuilds the tree from the streams that we serve.
+fn rebuild(
+    session: &Session,
+    image: &Image,
+    checked: &Checked,
+    program: &Path,
+) -> Result<Namespace, Box<dyn Error + Send + Sync>> {
+    let Some((tree, files)) = image.manifest.tree.as_ref().zip(image.files.as_ref()) else {
+        return Err(CheckError::NeedsAProcess.into());
+    };
+    let dir = ImagesDir::make()?;
+    let serving = Serving::listen(dir.path())?;
+    let watch = Watch::default();
+    let limit = match session.deadline() {
+        Some(deadline) => deadline.saturating_duration_since(Instant::now()),
+        None => RESTORE_LIMIT,
+    };
+    let source = TreeFiles::of(session, image, files)?;
+    let (pidfile, ready) = (dir.path().join("pid"), dir.path().join("ready"));
+    let mut args: Vec<OsString> = vec!["init".into(), "--pidfile".into(), pidfile.clone().into()];
+    args.extend(["--ready".into(), ready.clone().into(), "--".into()]);
+    args.extend(checked.criu.restore_command(dir.path(), &pidfile));
+    let command = process_one(program, &args);
+    let log = dir.path().join("restore.log");
+    let starting = Starting::begin(command, log, limit)?;
+    let (served, started) = std::thread::scope(|scope| {
+        let serving = scope.spawn(|| serving.run(&source, &watch));
+        let started = starting.wait(&ready, &watch, || session.cancel.is_cancelled());
+        let served = serving.join();
+        (
+            served.unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            started,
+        )
+    });
+    // Why a file could not be served says more than that CRIU has not got it.
+    if let Ok(Some(error)) = served {
+        if let Ok(child) = started {
+            end_child(child);
+        }
+        return Err(error.into());
+    }
+    let child = started?;
+    let found = find(&child, tree);
+    match found {
+        Ok((init, tree)) => Ok(Namespace { child, init, tree }),
+        Err(error) => {
+            end_child(child);
+            Err(error)
+        }
+    }
+}
+
+/// Process 1 ends when its standard input does, and with it the namespace.
+fn end_child(mut child: Child) {
+    drop(child.stdin.take());
+    let _status = child.wait();
+}
+
+/// A namespace that is being made, with CRIU at work in it.
+struct Starting {
+    child: Child,
+    log: PathBuf,
+    since: Instant,
+    limit: Duration,
+}
+
+impl Starting {
+    fn begin(
+        mut command: Command,
+        log: PathBuf,
+        limit: Duration,
+    ) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        let child = command.stdin(Stdio::piped()).spawn();
+        let child = child.map_err(|source| NoNamespace { source })?;
+        Ok(Self {
+            child,
+            log,
+            since: Instant::now(),
+            limit,
+        })
+    }
+
+    /// Waits until process 1 says that the tree is there.
+    fn wait(
+        mut self,
+        ready: &Path,
+        watch: &Watch,
+        is_cancelled: impl Fn() -> bool,
+    ) -> Result<Child, Box<dyn Error + Send + Sync>> {
+        let ended = loop {
+            if ready.exists() {
+                watch.has_ended();
+                return Ok(self.child);
+            }
+            let is_late = self.since.elapsed() > self.limit;
+            match self.child.try_wait() {
+                Ok(Some(status)) => break Err(NoTree::Ended { status }),
+                Ok(None) if is_late => break Err(NoTree::TooLong { limit: self.limit }),
+                Ok(None) if is_cancelled() => break Err(NoTree::Cancelled),
+                Ok(None) => std::thread::sleep(LOOK_EVERY),
+                Err(error) => break Err(NoTree::Wait(error)),
+            }
+        };
+        let log = CriuRun::end_of_log(&self.log);
+        end_child(self.child);
+        watch.has_ended();
+        let ended: Result<Child, NoTree> = ended;
+        ended.map_err(|why| NotRebuilt { why, log }.into())
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("no pid namespace can be made (unshare of util-linux; it needs root, or CAP_SYS_ADMIN)")]
+struct NoNamespace {
+    #[source]
+    source: std::io::Error,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the tree was not rebuilt: {log}")]
+struct NotRebuilt {
+    #[source]
+    why: NoTree,
+    log: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum NoTree {
+    #[error("criu restore, or the process beside it, ended with {status}")]
+    Ended { status: std::process::ExitStatus },
+    #[error("criu restore took longer than {limit:?}, and was ended")]
+    TooLong { limit: Duration },
+    #[error("stopped by a signal")]
+    Cancelled,
+    #[error("criu restore cannot be waited for")]
+    Wait(#[source] std::io::Error),
+}
+
+/// Process 1 and the tree beside it.
+fn find(
+    child: &Child,
+    saved: &TreeRecord,
+) -> Result<(Target, ProcessTree), Box<dyn Error + Send + Sync>> {
+    // `unshare`, process 1, and the tree.
+    let pids = descendants(child.id());
+    let looked = pids.iter().skip(1).map(|pid| Target::look(*pid));
+    let looked: Vec<Target> = looked.filter_map(Result::ok).collect();
+    let with = |own_pid: u32| looked.iter().find(|process| process.own_pid() == own_pid);
+    let (Some(init), Some(root)) = (with(1), with(saved.root)) else {
+        return Err(NotThere { pid: saved.root }.into());
+    };
+    Ok((Target::look(init.pid)?, ProcessTree::look(root.pid)?))
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("CRIU has ended well, and process {pid} of the tree is not there")]
+struct NotThere {
+    pid: u32,
+}
+
+/// The processes that use GPUs, in the order of the manifest.
+fn members(
+    namespace: &Namespace,
+    image: &Image,
+) -> Result<Vec<Target>, Box<dyn Error + Send + Sync>> {
+    let saved = image.manifest.processes.iter();
+    let found = saved.map(|saved| {
+        let own_pid = saved.ns_pids.last().copied().unwrap_or(saved.pid);
+        let all = namespace.tree.processes();
+        let process = all.iter().find(|process| process.own_pid() == own_pid);
+        let process = process.ok_or(NotThere { pid: own_pid })?;
+        Ok(Target::look(process.pid)?)
+    });
+    found.collect()
+}
+
+/// The driver copies every member's memory back. All are locked then.
+fn unstage(
+    driver: &Arc<Driver>,
+    members: &[Target],
+    pairs: &GpuPairs,
+) -> Result<Vec<LockedProcess>, Box<dyn Error + Send + Sync>> {
+    let mut locked = Vec::with_capacity(members.len());
+    for member in members {
+        let process = CheckpointedProcess::attach(driver, member.pid)?;
+        let call = "the driver's restore from host memory (cuCheckpointProcessRestore)";
+        locked.push(watchdog::watch(call, UNSTAGING_USUAL, || {
+            process.unstage(pairs)
+        })?);
+        failpoint::pass("restore:one has its memory");
+    }
+    Ok(locked)
+}
+
+fn unlock(
+    driver: &Arc<Driver>,
+    members: &[Target],
+    locked: Vec<LockedProcess>,
+) -> Result<(), Box<dyn Error + Send + Sync>> {
+    for process in locked {
+        let call = "the driver's unlock (cuCheckpointProcessUnlock)";
+        watchdog::watch(call, watchdog::USUAL, || process.let_go())?;
+    }
+    for member in members {
+        match RunningProcess::attach(driver, member.pid) {
+            // It ran to its end before it was looked at.
+            Err(_) if member.ends_within(crate::checkpoint::DYING_TIMEOUT) => {}
+            looked => drop(looked?),
+        }
+    }
+    Ok(())
+}
+
+/// The files of an image, for CRIU.
+struct TreeFiles<'a> {
+    session: &'a Session,
+    stored: Stored<'a>,
+    files: &'a HostFiles,
+    ahead: Ahead,
+    /// Files that are written out now: they share the memory.
+    under_way: AtomicUsize,
+}
+
+impl<'a> TreeFiles<'a> {
+    fn of(
+        session: &'a Session,
+        image: &'a Image,
+        files: &'a HostFiles,
+    ) -> Result<Self, Box<dyn Error + Send + Sync>> {
+        let plan = load_plan(session, image, Which::All)?;
+        let host = image.stored().find(|stored| stored.extent.device == HOST);
+        let stored = host.ok_or(CheckError::NeedsAProcess)?;
+        Ok(Self {
+            session,
+            stored,
+            files,
+            ahead: Ahead {
+                ranges: plan.fetch_buffers.clamp(1, READ_AHEAD),
+                range_len: plan.fetch_len_max,
+                batches: (plan.threads as usize).max(1),
+            },
+            under_way: AtomicUsize::new(0),
+        })
+    }
+
+    fn ahead(&self, under_way: usize) -> Ahead {
+        let share = |count: usize| (count / under_way.max(1)).max(1);
+        Ahead {
+            ranges: share(self.ahead.ranges),
+            batches: share(self.ahead.batches),
+            ..self.ahead
+        }
+    }
+}
+
+impl FileSource for TreeFiles<'_> {
+    type Error = LoadFailed;
+
+    fn has(&self, name: &str) -> bool {
+        self.files.files.iter().any(|file| file.name == name)
+    }
+
+    fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), WriteError<LoadFailed>> {
+        let file = self.files.files.iter().find(|file| file.name == name);
+        let under_way = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
+        let ahead = self.ahead(under_way);
+        let store = &*self.session.store_after_begin as &dyn Store;
+        let mut runs = file.into_iter().flat_map(|file| &file.runs);
+        let written = runs.try_for_each(|run| {
+            let raw = run.offset..run.offset + run.len;
+            write_in_order(self.session, store, self.stored, raw, ahead, out)
+        });
+        self.under_way.fetch_sub(1, Ordering::Relaxed);
+        written.map_err(|error| match error {
+            InOrderError::Write(error) => WriteError::Pipe(error),
+            InOrderError::Load(error) => WriteError::Source(error),
+        })
+    }
+}
