@@ -54,13 +54,16 @@ for package in "$APT"/cache/archives/*.deb; do
 done
 rm -rf "$APT"
 
+# What a program at work needs is left: 12 MB. The folder may be moved, and copied to another machine.
 ROOT_OF_CRIU=$HOME_OF_CRIU/root
-LOADER=$(find "$ROOT_OF_CRIU" -name 'ld-linux-*.so.*' | head -n 1)
-LIBRARIES=$(find "$ROOT_OF_CRIU" -name 'libc.so.6' -printf '%h\n' | head -n 1)
-[ -n "$LOADER" ] && [ -n "$LIBRARIES" ] || fail "the packages hold no C library: $ROOT_OF_CRIU"
+LOADER=$(cd "$ROOT_OF_CRIU" && find . -name 'ld-linux-*.so.*' -type f | head -n 1)
+[ -n "$LOADER" ] || fail "the packages hold no C library: $ROOT_OF_CRIU"
+LIBRARIES=$(dirname "$LOADER")
+rm -rf "$ROOT_OF_CRIU/usr/share" "$ROOT_OF_CRIU/etc" "$ROOT_OF_CRIU/var" "$ROOT_OF_CRIU/$LIBRARIES/gconv"
 cat >"$CRIU" <<END
 #!/bin/sh
-exec '$LOADER' --library-path '$LIBRARIES' '$ROOT_OF_CRIU/usr/sbin/criu' "\$@"
+ROOT=\$(cd "\$(dirname "\$0")" && pwd)/root
+exec "\$ROOT/$LOADER" --library-path "\$ROOT/$LIBRARIES" "\$ROOT/usr/sbin/criu" "\$@"
 END
 chmod +x "$CRIU"
 is_new_enough "$CRIU" || fail "$SUITE has no CRIU $LEAST or newer: $("$CRIU" --version 2>&1 | head -n 1)"

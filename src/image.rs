@@ -956,6 +956,7 @@ mod tests {
             });
         }
         let manifest = Manifest {
+            tree: None,
             format: manifest::FORMAT,
             features: Vec::new(),
             tool: "ckptstream 0.1.0".to_owned(),

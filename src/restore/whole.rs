@@ -13,6 +13,7 @@
 use std::error::Error;
 use std::ffi::OsString;
 use std::io::Write;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -292,7 +293,9 @@ impl Starting {
         log: PathBuf,
         limit: Duration,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        let child = command.stdin(Stdio::piped()).spawn();
+        // It outlives us, and whoever reads our output must not wait for it.
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let child = command.stdin(Stdio::piped()).process_group(0).spawn();
         let child = child.map_err(|source| NoNamespace { source })?;
         Ok(Self {
             child,
