@@ -90,7 +90,7 @@ pub fn checkpoint(
         (_, wanted) => wanted,
     };
     let nonce = random_hex::<16>();
-    if whole::is_asked_for(session) {
+    if saves_whole_trees(session) {
         return whole::checkpoint(session, pid, then, while_saved, &nonce);
     }
     let _named = named(&nonce).entered();
@@ -107,6 +107,24 @@ pub fn checkpoint(
         seconds: clock.finish(),
         ..result?
     })
+}
+
+/// Saves the whole tree of a running process, one or more of which use GPUs.
+///
+/// # Errors
+/// As [`checkpoint`].
+pub fn checkpoint_tree(
+    session: &Session,
+    root: u32,
+    then: Then,
+    while_saved: WhileSaved,
+) -> Result<Outcome, Failure> {
+    whole::checkpoint(session, root, then, while_saved, &random_hex::<16>())
+}
+
+/// Whether saves are of whole process trees: they are asked for, or this driver has no others, and CRIU is there.
+pub fn saves_whole_trees(session: &Session) -> bool {
+    whole::is_asked_for(session)
 }
 
 fn checkpoint_in_custody(

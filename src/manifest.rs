@@ -33,7 +33,7 @@ use crate::codec::{Crc64, Digest, frame_bound, seek_table};
 use crate::driver::GpuUuid;
 
 pub use frame_table::{FRAME_COUNT_MAX, FrameEntry, FrameTable, TABLE_LEN_MAX};
-pub use host_files::{HOST_FILES_LEN_MAX, HostFile, HostFiles, Run, is_file_name};
+pub use host_files::{HOST_FILES_LEN_MAX, HostFile, HostFiles, Run, WantedFile, is_file_name};
 
 /// Version of the format that this build writes, and the only one so far that it reads.
 pub const FORMAT: u32 = 1;

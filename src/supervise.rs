@@ -39,6 +39,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use crate::checkpoint;
 use crate::config::Source;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, image_id};
@@ -108,6 +109,8 @@ pub struct Supervisor<'a> {
     ending: CancellationToken,
     /// The notice that is being dealt with, as the store knows it.
     noted: Option<JoinHandle<Option<String>>>,
+    /// Saves are of the job's whole tree.
+    whole: bool,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -138,6 +141,9 @@ enum Event {
     /// It is time to look after what is prepared.
     Tend,
 }
+
+/// Why nothing is prepared where saves are of whole trees.
+const NOT_ARMED_WHOLE: &str = "the whole tree is saved, which is prepared at the notice";
 
 /// What goes on from one save to the next.
 #[derive(Debug)]
@@ -226,6 +232,7 @@ impl<'a> Supervisor<'a> {
             on_the_side: Arc::default(),
             ending: CancellationToken::new(),
             noted: None,
+            whole: false,
         };
         supervisor.count_what_was_before();
         Ok(supervisor)
@@ -250,6 +257,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
+        self.whole = checkpoint::saves_whole_trees(&self.session);
         self.must_be_restorable()?;
         self.must_not_run_already()?;
         match self.begin(program, args) {
@@ -267,6 +275,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn watch_to_the_end(&mut self, sought: &Sought, wait: Duration) -> Result<End, Failure> {
+        self.whole = checkpoint::saves_whole_trees(&self.session);
         self.must_be_restorable()?;
         let Some(job) = self.find(sought, wait)? else {
             return Ok(End::NotStarted);
@@ -370,7 +379,7 @@ impl<'a> Supervisor<'a> {
     /// A job that is ended must be restorable from what is in the store.
     fn must_be_restorable(&self) -> Result<(), Failure> {
         let run = &self.session.config.run;
-        if !run.restore_command.is_empty() || run.allow_gpu_only {
+        if self.whole || !run.restore_command.is_empty() || run.allow_gpu_only {
             return Ok(());
         }
         let why = "an image of GPU memory alone cannot be restored when the job's process is gone: set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
@@ -430,7 +439,11 @@ impl<'a> Supervisor<'a> {
         let arming = Arming::new(&self.session, self.driver.clone(), &self.on_the_side);
         let mut watch = Watch::new(arming, next_interval());
         let lookout = Lookout::begin(&self.session, self.desk.reporter());
-        self.desk.report(|report| report.job_pid = Some(job.pid));
+        let whole = self.whole;
+        self.desk.report(|report| {
+            report.job_pid = Some(job.pid);
+            report.not_armed = whole.then(|| NOT_ARMED_WHOLE.to_owned());
+        });
         service::ready();
         loop {
             self.desk.report(|report| report.doing = Doing::Watching);
@@ -451,6 +464,9 @@ impl<'a> Supervisor<'a> {
                     job.signal(signal);
                 }
                 Event::Tend => {
+                    if self.whole {
+                        continue;
+                    }
                     if watch.arming.tend(job, lookout.sees_the_store()) {
                         self.tell_of(&watch.arming);
                     }
@@ -603,7 +619,7 @@ impl<'a> Supervisor<'a> {
             ..Failure::new(code, Phase::Complete, why)
         };
         let (image, pid) = (&outcome.image, job.pid);
-        if self.session.config.run.restore_command.is_empty() {
+        if !self.whole && self.session.config.run.restore_command.is_empty() {
             let why = format!(
                 "image {image} is committed, and the job's host memory is in process {pid} alone, which stays suspended (job.allow_gpu_only)"
             );
@@ -618,7 +634,7 @@ impl<'a> Supervisor<'a> {
 
     /// The image is committed, and the driver did not do its last step, or the process is gone.
     fn end_astray(&self, job: &JobProcess, failure: Failure) -> Result<End, Failure> {
-        let can_be_restored = !self.session.config.run.restore_command.is_empty();
+        let can_be_restored = self.whole || !self.session.config.run.restore_command.is_empty();
         match failure.generation {
             Some(generation) if can_be_restored && job.end(ENDS_WITHIN) => {
                 tell("the image is committed, and the job was ended", &failure);

@@ -164,6 +164,18 @@ impl Target {
         (u64::from(kib("VmRSS:")) + u64::from(kib("VmSwap:"))) << 10
     }
 
+    /// Paths of what it has mapped.
+    pub(crate) fn mapped_paths(&self) -> Vec<PathBuf> {
+        let maps = read(self.pid, "maps").unwrap_or_default();
+        let paths = maps
+            .lines()
+            .filter_map(|line| line.find('/').map(|at| &line[at..]));
+        let mut paths: Vec<PathBuf> = paths.map(PathBuf::from).collect();
+        paths.sort_unstable();
+        paths.dedup();
+        paths
+    }
+
     /// What keeps it from running, if anything does: a stopped or frozen process cannot answer the driver's lock.
     pub fn why_not_scheduled(&self) -> Option<&'static str> {
         let stat = read(self.pid, "stat").unwrap_or_default();

@@ -33,7 +33,7 @@ use crate::driver::{
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState, one_line};
 use crate::failpoint;
-use crate::host::{Capture, Criu, CriuError, DumpRoot, ImagesDir, ProcessTree, Watch};
+use crate::host::{Capture, Criu, CriuError, DumpRoot, ImagesDir, ProcessTree, Watch, wanted_by};
 use crate::image::Image;
 use crate::journal::Step;
 use crate::manifest::{CaptureMode, HostFiles};
@@ -61,9 +61,12 @@ pub(super) fn is_asked_for(session: &Session) -> bool {
     match (config.driver.mode, config.host.save) {
         (DriverMode::Staged, _) | (_, HostSave::Always) => true,
         (DriverMode::CustomStorage, _) | (_, HostSave::Never) => false,
-        (DriverMode::Auto, HostSave::Auto) => Driver::open().is_ok_and(|driver| {
-            driver.require_custom_storage().is_err() && driver.require_checkpoint().is_ok()
-        }),
+        (DriverMode::Auto, HostSave::Auto) => {
+            Criu::find(&config.host).is_ok()
+                && Driver::open().is_ok_and(|driver| {
+                    driver.require_custom_storage().is_err() && driver.require_checkpoint().is_ok()
+                })
+        }
     }
 }
 
@@ -122,6 +125,11 @@ fn prepare(
     let users = gpu_users(&driver, root).map_err(|error| refused(error.into()))?;
     if users.is_empty() {
         return Err(refused(NoGpuUser { root }.into()));
+    }
+    let mut others = tree.processes().iter();
+    if let Some(heir) = others.find(|it| !users.contains(&it.pid) && has_inherited(it)) {
+        let (pid, name) = (heir.pid, heir.name.clone());
+        return Err(refused(Heir { pid, name }.into()));
     }
     let mut members = Vec::with_capacity(users.len());
     for pid in users {
@@ -224,6 +232,23 @@ fn host_memory(
         .memory_in_use()
         .saturating_add(needed)
         .saturating_add(BESIDE_MEMORY))
+}
+
+/// Whether a process that does not use GPUs has the driver's memory mapped: it was forked from one that does.
+fn has_inherited(process: &Target) -> bool {
+    let mapped = process.mapped_paths();
+    mapped
+        .iter()
+        .any(|path| path.starts_with("/dev") && path.to_string_lossy().contains("nvidia"))
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "process {pid} ({name}) of the tree was forked from one that uses a GPU, and has the driver's memory mapped, which CRIU cannot save: have such processes started before the first CUDA call, or by \"spawn\" or \"forkserver\" (PyTorch: DataLoader(multiprocessing_context=\"spawn\"))"
+)]
+struct Heir {
+    pid: u32,
+    name: String,
 }
 
 /// Nobody to save.
@@ -543,7 +568,10 @@ fn dump_and_commit(
             root: tree.root().own_pid(),
             pids: tree.own_pids(),
             criu: criu.version.clone(),
-            files,
+            files: HostFiles {
+                wanted: wanted_by(&tree),
+                ..files
+            },
         }),
     };
     let image = commit(session, &captured, attempt, lanes, etags).map_err(|error| Failure {

@@ -5,19 +5,29 @@
 //! The kernel gives orphans to process 1, and sends it only the signals that it handles. A supervisor that collects every child would take statuses from whoever waits for them, so it has a process of its own.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::pin::Pin;
 use std::process::{Command, ExitStatus, Stdio};
 
 use futures::StreamExt;
 use futures::stream::SelectAll;
+use rustix::fs::{FileType, OFlags, SeekFrom, fcntl_getfl, fstat, seek, tell};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, wait};
+use rustix::termios::isatty;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::args::InitArgs;
 use crate::host::namespace::KEEP;
 use crate::preempt::handled_signals;
+
+/// Where the kernel is told which pid comes next in our namespace.
+const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
+/// Pid of a tree's root: beyond those of process 1, and of CRIU and its helpers at a restore.
+const FIRST_PID: u32 = 1000;
 
 /// Whether we are process 1 of our pid namespace.
 pub(super) fn is_init() -> bool {
@@ -40,14 +50,14 @@ pub(super) fn of_a_tree(args: &InitArgs) -> io::Result<u8> {
     let Some((program, rest)) = args.command.split_first() else {
         unreachable!("the command line asks for one");
     };
-    let mut command = Command::new(program);
-    command.args(rest);
     in_runtime(async {
         let mut duties = Duties::begin()?;
         let (Some(pidfile), Some(ready)) = (&args.pidfile, &args.ready) else {
-            let child = command.spawn()?;
+            let child = root_of_a_tree(&args.command).spawn()?;
             return duties.until_it_ends(child.id()).await;
         };
+        let mut command = Command::new(program);
+        command.args(rest);
         // Ours is for the letters of whoever started us.
         let criu = command.stdin(Stdio::null()).spawn()?;
         let letters = tokio::task::spawn_blocking(is_kept);
@@ -68,6 +78,57 @@ pub(super) fn of_a_tree(args: &InitArgs) -> io::Result<u8> {
         }
         ended.await
     })
+}
+
+/// A program that can be dumped and restored as the root of a tree: it leads a session, has a pid that CRIU's own helpers will not have, and its standard streams are files of this mount namespace.
+fn root_of_a_tree(words: &[OsString]) -> Command {
+    if let Err(error) = std::fs::write(LAST_PID, (FIRST_PID - 1).to_string()) {
+        tracing::warn!(
+            "the tree may have pids that are taken when it comes back: {LAST_PID}: {error}"
+        );
+    }
+    // util-linux's: it makes the session and becomes the program.
+    let mut command = Command::new("setsid");
+    command.arg("--").args(words);
+    let [stdin, stdout, stderr] = [
+        reopened(io::stdin().as_fd()),
+        reopened(io::stdout().as_fd()),
+        reopened(io::stderr().as_fd()),
+    ];
+    if let Some(file) = stdin {
+        command.stdin(file);
+    }
+    if let Some(file) = stdout {
+        command.stdout(file);
+    }
+    if let Some(file) = stderr {
+        command.stderr(file);
+    }
+    command
+}
+
+/// The same file through a path of our own mount namespace, if it is one: CRIU finds it through its path alone. What is appended to stays so; what was not is appended to from now on, because whoever gave it to us may write to it as well.
+fn reopened(stream: BorrowedFd<'_>) -> Option<File> {
+    let before = fstat(stream).ok()?;
+    let kind = FileType::from_raw_mode(before.st_mode);
+    if isatty(stream) || !matches!(kind, FileType::RegularFile | FileType::CharacterDevice) {
+        return None;
+    }
+    let path = std::fs::read_link(format!("/proc/self/fd/{}", stream.as_raw_fd())).ok()?;
+    let mode = fcntl_getfl(stream).ok()? & OFlags::RWMODE;
+    let mut options = OpenOptions::new();
+    options.read(mode != OFlags::WRONLY);
+    if mode != OFlags::RDONLY {
+        options.append(true);
+    }
+    let file = options.open(path).ok()?;
+    let after = fstat(&file).ok()?;
+    let is_the_same = (before.st_dev, before.st_ino) == (after.st_dev, after.st_ino);
+    if mode == OFlags::RDONLY && kind == FileType::RegularFile {
+        let at = tell(stream).ok()?;
+        seek(&file, SeekFrom::Start(at)).ok()?;
+    }
+    is_the_same.then_some(file)
 }
 
 /// Whether the tree may stay: `false` when whoever started us died before they said so.

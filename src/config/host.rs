@@ -34,6 +34,8 @@ pub struct HostConfig {
     pub criu: PathBuf,
     /// What becomes of TCP connections.
     pub tcp: TcpPolicy,
+    /// Files that the tree writes, and that have grown since it was saved, are cut at a restore.
+    pub truncates: bool,
     /// The tree belongs to a terminal's session that is not saved.
     pub shell_job: bool,
     /// What CRIU is to take for external (`--external`), as it words it.
@@ -72,6 +74,7 @@ impl Default for HostConfig {
             save: HostSave::default(),
             criu: PathBuf::from("criu"),
             tcp: TcpPolicy::default(),
+            truncates: false,
             shell_job: false,
             external: Vec::new(),
             arguments: Vec::new(),
@@ -93,6 +96,7 @@ impl HostConfig {
             ("established", TcpPolicy::Established),
         ];
         let tcp = Setting::file("host.tcp", raw.tcp.as_deref());
+        let grown = Setting::file("host.grown_files", raw.grown_files.as_deref());
         let defaults = Self::default();
         let criu = match Setting::file("host.criu", raw.criu.as_deref()) {
             Some(path) if path.value.is_empty() || path.value.starts_with('-') => {
@@ -123,6 +127,10 @@ impl HostConfig {
                 .map(|word| word.word(&policies))
                 .transpose()?
                 .unwrap_or_default(),
+            truncates: grown
+                .map(|word| word.word(&[("refuse", false), ("truncate", true)]))
+                .transpose()?
+                .unwrap_or(false),
             shell_job: raw.shell_job.unwrap_or(false),
             external: raw.external.clone().unwrap_or_default(),
             arguments,

@@ -62,7 +62,15 @@ pub const KEYS: &[(&str, &[&str])] = &[
     ("driver", &["mode", "lock_timeout", "gpu_map"]),
     (
         "host",
-        &["save", "criu", "tcp", "shell_job", "external", "arguments"],
+        &[
+            "save",
+            "criu",
+            "tcp",
+            "grown_files",
+            "shell_job",
+            "external",
+            "arguments",
+        ],
     ),
     ("restore", &["verify"]),
     ("spill", &["path", "survives", "when", "on_failure"]),
@@ -279,6 +287,8 @@ pub struct RawHost {
     pub criu: Option<String>,
     /// `refuse`, `close` or `established`.
     pub tcp: Option<String>,
+    /// `refuse` or `truncate`.
+    pub grown_files: Option<String>,
     /// Whether.
     pub shell_job: Option<bool>,
     /// As CRIU words it.

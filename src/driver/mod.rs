@@ -161,7 +161,7 @@ pub enum DriverError {
     },
     /// libcuda cannot checkpoint into custom storage.
     #[error(
-        "this driver cannot checkpoint into custom storage: it has CUDA API {} ({}), and 13.4 (driver branch R615 or newer) is needed; entry points missing: {missing}",
+        "this driver cannot checkpoint into custom storage: it has CUDA API {} ({}), and 13.4 (driver branch R615 or newer) is needed, or CRIU 4.1 beside a driver from 570 on (host.criu); entry points missing: {missing}",
         ApiVersion(*api_version),
         driver_version.as_deref().unwrap_or("driver version unknown")
     )]

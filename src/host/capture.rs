@@ -114,6 +114,7 @@ impl Source for Capture {
         let len = taking.finish()?;
         let files = HostFiles {
             files: taking.files,
+            wanted: Vec::new(),
         };
         // Nobody listens when the save was given up, which is told where that happened.
         let _its_end_is_told_elsewhere = self.files.send(files);

@@ -28,6 +28,19 @@ pub fn is_file_name(name: &str) -> bool {
 pub struct HostFiles {
     /// The files.
     pub files: Vec<HostFile>,
+    /// Files of the node that the tree has open or mapped, which CRIU wants to find again as they were.
+    pub wanted: Vec<WantedFile>,
+}
+
+/// A file of the node, by its path.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct WantedFile {
+    /// Absolute.
+    pub path: String,
+    /// Length in bytes.
+    pub len: u64,
+    /// The tree may write to it: it may have grown since.
+    pub is_written: bool,
 }
 
 /// One image file.
@@ -66,6 +79,7 @@ struct File {
     format: u32,
     features: Vec<String>,
     files: Vec<HostFile>,
+    wanted: Vec<WantedFile>,
 }
 
 impl HostFile {
@@ -101,6 +115,7 @@ impl HostFiles {
             format: FORMAT,
             features: Vec::new(),
             files: self.files.clone(),
+            wanted: self.wanted.clone(),
         };
         serde_json::to_vec(&file).expect("text and numbers are always representable as JSON")
     }
@@ -124,13 +139,23 @@ impl HostFiles {
             });
         }
         check_version(HOST_FILES, bytes)?;
-        let File { files, .. } = parse(HOST_FILES, bytes)?;
-        let files = Self { files };
+        let File { files, wanted, .. } = parse(HOST_FILES, bytes)?;
+        let files = Self { files, wanted };
         files.verify(raw_len)?;
         Ok(files)
     }
 
     fn verify(&self, raw_len: u64) -> Result<(), ManifestError> {
+        for wanted in &self.wanted {
+            let is_a_path = wanted.path.starts_with('/') && !wanted.path.contains('\0');
+            let rule = "it must be an absolute path";
+            ensure(
+                is_a_path,
+                || "host files' wanted".to_owned(),
+                &format_args!("{:?}", wanted.path),
+                rule,
+            )?;
+        }
         let mut names: Vec<&str> = self.files.iter().map(|file| file.name.as_str()).collect();
         names.sort_unstable();
         for (at, name) in names.iter().enumerate() {
@@ -180,7 +205,12 @@ mod tests {
     }
 
     fn read(files: Vec<HostFile>, raw_len: u64) -> Result<HostFiles, ManifestError> {
-        let bytes = HostFiles { files }.encode();
+        let wanted = vec![WantedFile {
+            path: "/var/log/job".to_owned(),
+            len: 7,
+            is_written: true,
+        }];
+        let bytes = HostFiles { files, wanted }.encode();
         let record = TableRecord {
             key: "data/x/host-files.json".to_owned(),
             len: bytes.len() as u64,

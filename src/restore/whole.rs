@@ -29,7 +29,10 @@ use crate::driver::{CheckpointedProcess, Driver, LockedProcess, RunningProcess};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::host::namespace::{KEEP, process_one};
-use crate::host::{Criu, CriuRun, FileSource, ImagesDir, ProcessTree, Serving, Watch, WriteError};
+use crate::host::{
+    Criu, CriuRun, FileSource, ImagesDir, ProcessTree, Serving, Watch, WriteError,
+    must_be_as_wanted,
+};
 use crate::image::{Image, Stored};
 use crate::manifest::{CaptureMode, HOST, HostFiles, ImageKind, TreeRecord};
 use crate::outcome::Outcome;
@@ -56,6 +59,8 @@ const READ_AHEAD: usize = 4;
 pub struct RestoredTree {
     /// What made its namespace, and ends with the tree's status.
     pub child: Child,
+    /// Pid of process 1 of that namespace, in ours.
+    pub init: u32,
     /// Pid of the tree's root, in our namespace.
     pub root: u32,
 }
@@ -156,7 +161,11 @@ fn check(session: &Session, image: &Image) -> Result<Checked, Box<dyn Error + Se
     if mode != CaptureMode::Staged {
         return Err(CheckError::Mode { mode }.into());
     }
-    let criu = Criu::find(&session.config.host)?;
+    let host = &session.config.host;
+    if let Some(files) = &image.files {
+        must_be_as_wanted(&files.wanted, host.truncates)?;
+    }
+    let criu = Criu::find(host)?;
     criu.check()?;
     let driver = Driver::open()?;
     driver.require_checkpoint()?;
@@ -199,6 +208,7 @@ impl Namespace {
         match told {
             Ok(()) => Ok(RestoredTree {
                 root: self.tree.root().pid,
+                init: self.init.pid,
                 child: self.child,
             }),
             Err(error) => Err((self, error.into())),

@@ -18,6 +18,7 @@ use crate::config::JobName;
 use crate::driver::ProcessState;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, ImageError, ImageRef, image_id};
+use crate::manifest::ImageKind;
 use crate::ownership::{self, Ownership, WhileSaved};
 use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Wanted};
@@ -33,6 +34,15 @@ const FAILED_RUNS: u32 = 3;
 
 /// Pause between two looks at a process that comes up.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The job's next life.
+const NEWEST: Wanted = Wanted {
+    image: ImageRef::Latest,
+    into_fresh: true,
+    started_here: false,
+    read_only: false,
+    while_saved: WhileSaved::Wait,
+};
 
 impl Supervisor<'_> {
     /// The job's process, and the image that it comes from, if it does.
@@ -152,7 +162,11 @@ impl Supervisor<'_> {
             self.check_notices()?;
             let Some(image) = newest else {
                 tracing::warn!("starting the job: it has no image");
-                let started = JobProcess::start(program, args).map_err(|error| {
+                let started = match self.whole {
+                    true => JobProcess::start_tree(program, args),
+                    false => JobProcess::start(program, args),
+                };
+                let started = started.map_err(|error| {
                     let why = format!("{} cannot be started: {error}", program.display());
                     Failure::new(ExitCode::Preflight, Phase::Prepare, why)
                 });
@@ -238,6 +252,9 @@ impl Supervisor<'_> {
         let refused = |why: String| Failure::new(ExitCode::RestoreRefused, Phase::Read, why);
         let config = &self.session.config;
         let id = image_id(image.generation);
+        if image.manifest.kind == ImageKind::Whole {
+            return self.restored_tree(image);
+        }
         let Some((program, args)) = config.run.restore_command.split_first() else {
             return Err(refused(format!(
                 "image {id} of job {} cannot be restored: set job.restore_command to a program that comes up suspended, or give the job another name to start it afresh",
@@ -265,22 +282,45 @@ impl Supervisor<'_> {
         restored.map(|()| job)
     }
 
-    fn restore_into(&self, job: &JobProcess) -> Result<(), Failure> {
-        let pid = self.comes_up_suspended(job)?;
+    /// The whole tree of an image, with the pids that it had. On failure there is none.
+    fn restored_tree(&self, image: &Image) -> Result<JobProcess, Failure> {
+        let id = image_id(image.generation);
+        tracing::warn!("restoring the job, and its whole tree, from image {id}");
+        self.desk.report(|report| report.doing = Doing::Restoring);
+        let failed = |error| Failure::new(ExitCode::RestoreRefused, Phase::Restore, error);
+        let program = std::env::current_exe().map_err(failed)?;
         let session = self.session.for_one_transfer(None);
+        let _ends = self.ends_at_a_notice(&session);
+        let _shown = (self.show)(&session);
+        let (outcome, tree) = restore::restore_tree(&session, NEWEST, &program)?;
+        let job = JobProcess::restored_tree(tree).map_err(failed)?;
+        Whereabouts::of(&self.session.config).note(job.pid);
+        tracing::warn!(
+            "image {} is restored, the root of its tree is process {}",
+            outcome.image,
+            job.tree_root()
+        );
+        Ok(job)
+    }
+
+    /// A notice ends this restore.
+    fn ends_at_a_notice(&self, session: &Session) -> UnderWay {
         let ended = session.clone();
-        let _ends = self.at_a_notice(move || {
+        self.at_a_notice(move || {
             ended.cancel.cancel();
             // What the driver has begun is not waited for either: the process is of no use any more.
             ended.set_deadline(Some(Instant::now()));
-        });
+        })
+    }
+
+    fn restore_into(&self, job: &JobProcess) -> Result<(), Failure> {
+        let pid = self.comes_up_suspended(job)?;
+        let session = self.session.for_one_transfer(None);
+        let _ends = self.ends_at_a_notice(&session);
         let _shown = (self.show)(&session);
         let wanted = Wanted {
-            image: ImageRef::Latest,
-            into_fresh: true,
             started_here: true,
-            read_only: false,
-            while_saved: WhileSaved::Wait,
+            ..NEWEST
         };
         let outcome = restore::restore(&session, pid, wanted)?;
         tracing::warn!(

@@ -7,13 +7,15 @@
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use tokio::sync::watch;
 
+use crate::host::namespace::process_one;
+use crate::restore::RestoredTree;
 use crate::target::{Target, TargetError, descendants};
 
 /// How a job ended.
@@ -56,6 +58,20 @@ impl std::fmt::Display for Status {
     }
 }
 
+/// Whom a signal for the job reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    /// The process alone: it was found, and its group is not ours.
+    Process,
+    /// The process group that it leads.
+    Group,
+    /// Process 1 of the namespace that its tree has for itself, which passes it on to the tree's root.
+    Namespace { init: u32, root: u32 },
+}
+
+/// How long a namespace may take to have a process 1, and that one a child.
+const NAMESPACE_WITHIN: Duration = Duration::from_secs(10);
+
 /// A job that runs, or has ended.
 #[derive(Debug, Clone)]
 pub struct JobProcess {
@@ -63,8 +79,8 @@ pub struct JobProcess {
     pub pid: u32,
     /// The very process; `None` where it ended before it could be looked at.
     target: Option<Arc<Target>>,
-    /// It leads a process group that we made.
-    leads_a_group: bool,
+    /// Whom a signal reaches.
+    reach: Reach,
     ended: watch::Receiver<Option<Status>>,
 }
 
@@ -74,9 +90,51 @@ impl JobProcess {
     /// # Errors
     /// There is no such program, or the system has no process left.
     pub fn start(program: &OsString, args: &[OsString]) -> io::Result<Self> {
-        let mut child = Command::new(program).args(args).process_group(0).spawn()?;
+        let child = Command::new(program).args(args).process_group(0).spawn()?;
+        give_terminal(child.id());
+        Self::of_child(child, Reach::Group)
+    }
+
+    /// Starts a program as the root of a tree that is to be saved whole: in a pid namespace of its own, so that it can have its pids elsewhere, too.
+    ///
+    /// # Errors
+    /// There is no such program, or the system gives no namespace (root is needed).
+    pub fn start_tree(program: &OsString, args: &[OsString]) -> io::Result<Self> {
+        let mut ours: Vec<OsString> = vec!["init".into(), "--".into(), program.clone()];
+        ours.extend_from_slice(args);
+        let command = process_one(&std::env::current_exe()?, &ours);
+        let mut child = { command }.process_group(0).spawn()?;
+        let started = Instant::now();
+        loop {
+            // `unshare`, process 1, the tree's root.
+            if let [_, init, root, ..] = descendants(child.id())[..] {
+                return Self::of_child(child, Reach::Namespace { init, root });
+            }
+            // A job that has ended already is one that ended.
+            if child.try_wait()?.is_some() {
+                return Self::of_child(child, Reach::Process);
+            }
+            if started.elapsed() > NAMESPACE_WITHIN {
+                child.kill()?;
+                child.wait()?;
+                let why = "its pid namespace does not come up";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A tree that was restored.
+    ///
+    /// # Errors
+    /// The system has no thread left; the tree is ended then.
+    pub fn restored_tree(tree: RestoredTree) -> io::Result<Self> {
+        let RestoredTree { child, init, root } = tree;
+        Self::of_child(child, Reach::Namespace { init, root })
+    }
+
+    fn of_child(mut child: Child, reach: Reach) -> io::Result<Self> {
         let pid = child.id();
-        give_terminal(pid);
         let target = Target::look(pid).ok().map(Arc::new);
         let (tell, ended) = watch::channel(None);
         std::thread::Builder::new()
@@ -89,9 +147,17 @@ impl JobProcess {
         Ok(Self {
             pid,
             target,
-            leads_a_group: true,
+            reach,
             ended,
         })
+    }
+
+    /// Root of the tree that is saved where all of it is.
+    pub fn tree_root(&self) -> u32 {
+        match self.reach {
+            Reach::Namespace { root, .. } => root,
+            Reach::Process | Reach::Group => self.pid,
+        }
     }
 
     /// A process that runs already.
@@ -120,7 +186,7 @@ impl JobProcess {
         Ok(Self {
             pid,
             target: Some(target),
-            leads_a_group: false,
+            reach: Reach::Process,
             ended,
         })
     }
@@ -140,17 +206,21 @@ impl JobProcess {
         }
     }
 
-    /// Sends a signal to its process group, or to it alone where the group is not ours.
+    /// Sends a signal to its process group, to process 1 of its namespace, or to it alone where the group is not ours.
     pub fn signal(&self, signal: Signal) {
         if self.status().is_some() {
             return;
         }
-        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
+        let reached = match self.reach {
+            Reach::Namespace { init, .. } => init,
+            Reach::Process | Reach::Group => self.pid,
+        };
+        let Some(pid) = i32::try_from(reached).ok().and_then(Pid::from_raw) else {
             return;
         };
-        let sent = match self.leads_a_group {
-            true => rustix::process::kill_process_group(pid, signal),
-            false => rustix::process::kill_process(pid, signal),
+        let sent = match self.reach {
+            Reach::Group => rustix::process::kill_process_group(pid, signal),
+            Reach::Process | Reach::Namespace { .. } => rustix::process::kill_process(pid, signal),
         };
         if let Err(errno) = sent {
             tracing::debug!("signal {signal:?} did not reach the job: {errno}");
@@ -169,7 +239,7 @@ impl JobProcess {
             tracing::warn!("the job could not be ended: {error}");
         }
         if let Some(group) = i32::try_from(self.pid).ok().and_then(Pid::from_raw)
-            && self.leads_a_group
+            && self.reach == Reach::Group
         {
             // Its leader may have been collected; nobody else has its number while a member lives.
             let _none_left = rustix::process::kill_process_group(group, Signal::KILL);

@@ -52,6 +52,11 @@ impl Supervisor<'_> {
     /// One save before the node goes away.
     pub(super) fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
+        if self.whole {
+            let saved = self.save_tree(job, watch, Then::Suspend);
+            return saved
+                .unwrap_or_else(|(session, failure)| self.failed(&session, job, watch, failure));
+        }
         // Another one may come meanwhile.
         let due = || self.due(notice);
         let mut prepared = match self.prepared(job, watch, || Some(due())) {
@@ -92,6 +97,38 @@ impl Supervisor<'_> {
                 Saved::Committed(Box::new(outcome))
             }
             Err(failure) => self.failed(&session, job, watch, failure),
+        }
+    }
+
+    /// One save of the job's whole tree. Nothing of it is prepared beforehand.
+    fn save_tree(
+        &self,
+        job: &JobProcess,
+        watch: &mut Watch,
+        then: Then,
+    ) -> Result<Saved, (Session, Failure)> {
+        let session = self.session.for_one_transfer(None);
+        let _follows = self.follow_notices(&session);
+        let shown = (self.show)(&session);
+        let begun_at = Instant::now();
+        let root = job.tree_root();
+        let saved = checkpoint::checkpoint_tree(&session, root, then, WhileSaved::TakeOver);
+        drop(shown);
+        self.count_requests(&session);
+        match saved {
+            Ok(outcome) => {
+                self.desk.report(|report| {
+                    report.notice_to_commit_seconds = begun_at.elapsed().as_secs_f64();
+                });
+                watch.remember(&outcome);
+                watch.locked_before = Some(outcome.seconds_locked);
+                Ok(Saved::Committed(Box::new(outcome)))
+            }
+            Err(failure) => {
+                // It may have stood still all the time.
+                watch.locked_before = Some(begun_at.elapsed().as_secs_f64());
+                Err((session, failure))
+            }
         }
     }
 
@@ -239,6 +276,15 @@ impl Supervisor<'_> {
             return None;
         }
         self.desk.report(|report| report.doing = Doing::Saving);
+        if self.whole {
+            let saved = self.save_tree(job, watch, Then::ResumeUnlessDue);
+            let saved = saved.unwrap_or_else(|(session, failure)| {
+                self.failed_in_passing(job, watch, Some((&session, job.pid)), failure)
+            });
+            watch.last_in_passing = Instant::now();
+            self.look_after_images(watch);
+            return Some(saved);
+        }
         // A notice that comes while it is prepared is dealt with at once.
         let long = Instant::now() + PREPARED_WITHIN;
         let patience = || match self.board.standing().earliest() {
