@@ -35,7 +35,9 @@ def main():
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, 4), nn.Linear(WIDTH, VOCABULARY)).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(Text(), BATCH, num_workers=workers, persistent_workers=workers > 0)
+    # Workers that are forked have the GPU driver's memory mapped, which CRIU cannot save.
+    beside = {"num_workers": workers, "multiprocessing_context": "spawn", "persistent_workers": True} if workers else {}
+    loader = torch.utils.data.DataLoader(Text(), BATCH, **beside)
     print(f"pid {os.getpid()}", flush=True)
     for step, batch in enumerate(loader):
         if step == steps:
@@ -50,4 +52,5 @@ def main():
     print("done", flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -52,3 +52,4 @@ mod tidy;
 mod timeline;
 /// Attempts that came to nothing, and images that are old.
 mod upkeep;
+mod whole;

@@ -1,0 +1,408 @@
+//! A whole process tree, on a driver without custom storage: saved with a real CRIU, ended, and brought back with its pids in a namespace of its own. Also what each failure on that road leaves: the tree computes on, or is named.
+//!
+//! Needs root, for namespaces and for CRIU; where there is none, or no CRIU, `TEST_CRIU` says `none` and nothing is tried, which scripts/test.sh tells.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::support::process::PATIENCE;
+use super::support::s3_server::testkit;
+use super::support::scene::{Saver, Scene};
+use super::support::supervised::{REQUEUE, Supervised};
+use super::support::{Ckptstream, Node, Run, Target, step_of};
+
+/// The program, if there is one.
+fn criu() -> Option<PathBuf> {
+    let criu = std::env::var_os("TEST_CRIU")
+        .expect("TEST_CRIU is not set: run scripts/test.sh, which installs CRIU and says where it is");
+    (criu != "none").then(|| criu.into())
+}
+
+/// Two processes that use GPUs, and a plain one, which write to files; and what it takes to save them.
+struct Tree {
+    scene: Scene,
+    dir: TempDir,
+    criu: PathBuf,
+}
+
+const FIRST: &str = "--bytes 4MiB --seed 1 --step-ms 10";
+const SECOND: &str = "--bytes 2MiB --fill weights --seed 2 --step-ms 10";
+
+impl Tree {
+    /// `None` where it cannot be tried.
+    fn new(server_args: &[&str]) -> Option<Self> {
+        let mut scene = Scene::new(server_args);
+        // As NVIDIA's drivers up to 13.3 are.
+        scene.node = scene.node.with("api=13000");
+        let tree = Self {
+            scene,
+            dir: TempDir::new().expect("a temporary folder"),
+            criu: criu()?,
+        };
+        let count = "i=0; while :; do i=$((i+1)); echo $i; sleep 0.02; done";
+        let testkit = testkit();
+        let testkit = testkit.display();
+        let (a, b, plain) = (tree.path("a"), tree.path("b"), tree.path("plain"));
+        // The shell waits for the two that compute; the third has no end of its own.
+        let script = format!(
+            "#!/bin/sh\n{testkit} target {FIRST} \"$@\" >>{a} &\nA=$!\n{testkit} target {SECOND} \"$@\" >>{b} &\nB=$!\n( {count} ) >>{plain} &\nC=$!\nwait $A $B\nkill $C\necho done >>{end}\n",
+            a = a.display(),
+            b = b.display(),
+            plain = plain.display(),
+            end = tree.path("end").display(),
+        );
+        std::fs::write(tree.path("tree.sh"), script).expect("a script");
+        Some(tree)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn lines(&self, name: &str) -> Vec<String> {
+        let text = std::fs::read_to_string(self.path(name)).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    fn steps(&self, name: &str) -> Vec<String> {
+        let mut lines = self.lines(name);
+        lines.retain(|line| line.starts_with("step ") && line.contains(" digest "));
+        lines
+    }
+
+    /// The binary, with this of `[host]` besides.
+    fn cli(&self, driver: &str, host: &str) -> Ckptstream {
+        self.saver(driver, host).cli
+    }
+
+    fn saver(&self, driver: &str, host: &str) -> Saver {
+        let state = self.scene.state_dir();
+        let config = format!(
+            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n[host]\ncriu = \"{}\"\n{host}\n",
+            state.display(),
+            self.criu.display()
+        );
+        self.scene.saver_with("job", driver, &config)
+    }
+
+    /// Under `run`.
+    fn run(&self, args: &str) -> Supervised {
+        let saver = self.saver("", "grown_files = \"truncate\"");
+        let mut command = with_path(saver.cli.command("run"));
+        command.arg("--").arg("sh").arg(self.path("tree.sh"));
+        command.args(args.split_whitespace());
+        Supervised::start((saver, command))
+    }
+
+    /// By itself, as the leader of a session.
+    fn start(&self) -> Alone {
+        let mut command = Command::new("setsid");
+        command.arg("sh").arg(self.path("tree.sh")).env_clear();
+        self.scene.node.apply(&mut command);
+        let null = || std::process::Stdio::null();
+        let mut command = with_path(command);
+        command.stdin(null()).stdout(null()).stderr(null());
+        Alone(command.spawn().expect("a shell"))
+    }
+
+    /// Waits until both have come so far.
+    fn reaches(&self, step: u64) {
+        let started = Instant::now();
+        let is_there = |name: &str| {
+            self.steps(name).last().is_some_and(|line| step_of(line) >= step)
+        };
+        while !(is_there("a") && is_there("b") && self.lines("plain").len() > 2) {
+            let so_far = (self.lines("a"), self.lines("b"));
+            assert!(started.elapsed() < PATIENCE, "step {step}: {so_far:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Both compute on: several steps more than they have done.
+    fn computes_on(&self) {
+        let reached = |name: &str| self.steps(name).last().map_or(0, |line| step_of(line));
+        let furthest = reached("a").max(reached("b"));
+        self.reaches(furthest + 5);
+    }
+
+    /// Nothing is missing, twice, or other than in a job that nobody disturbed.
+    fn is_as_if_nothing_had_happened(&self) {
+        for (name, args) in [("a", FIRST), ("b", SECOND)] {
+            let seen = self.steps(name);
+            let mut alone = Target::start(&Node::new("memory=64MiB"), args);
+            for (step, line) in seen.iter().enumerate() {
+                assert_eq!(*line, alone.wait_for("step "), "{name}, step {step}");
+            }
+        }
+        let counted = self.lines("plain");
+        let expected: Vec<String> = (1..=counted.len()).map(|it| it.to_string()).collect();
+        assert_eq!(counted, expected);
+    }
+}
+
+/// util-linux and the shell's programs are found.
+fn with_path(mut command: Command) -> Command {
+    command.env("PATH", std::env::var_os("PATH").unwrap_or_default());
+    command
+}
+
+/// A tree of its own session, ended when dropped.
+struct Alone(std::process::Child);
+
+impl Alone {
+    fn pid(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        end_tree(self.0.id());
+        let _status = self.0.wait();
+    }
+}
+
+/// Ends a process and everything that came from it.
+fn end_tree(pid: u32) {
+    for pid in ckptstream::target::descendants(pid) {
+        let kill = format!("kill -9 {pid} 2>/dev/null");
+        let _ = Command::new("sh").args(["-c", &kill]).status();
+    }
+}
+
+/// Runs a command of the binary to its end.
+fn done(cli: &Ckptstream, args: &str) -> Run {
+    let output = with_path(cli.command(&format!("{args} --json"))).output();
+    let output = output.expect("the binary starts");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    Run::new(output.status.code().unwrap_or(-1), &stdout, stderr)
+}
+
+#[test]
+fn a_tree_under_run_is_saved_ended_restored_and_goes_on_as_if_nothing_had_happened() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let first = tree.run("--steps 150");
+    tree.reaches(20);
+    first.process.signal("TERM");
+    let first = first.ends();
+    assert_eq!(first.code, REQUEUE, "{first:?}");
+    assert_eq!(tree.scene.images("job"), [1]);
+    let inspected = done(&tree.cli("", ""), "inspect");
+    assert_eq!(inspected.report["manifest"]["kind"], "whole", "{inspected:?}");
+
+    // On another node the files are there, and nothing else.
+    let second = tree.run("--steps 150").ends();
+    assert_eq!(second.code, 0, "{second:?}");
+    assert!(second.stderr.contains("its whole tree"), "{second:?}");
+    assert_eq!(tree.lines("end"), ["done"]);
+    tree.is_as_if_nothing_had_happened();
+    for name in ["a", "b"] {
+        assert_eq!(tree.steps(name).len(), 150, "{name}");
+    }
+}
+
+#[test]
+fn a_save_by_hand_and_a_restore_leave_a_tree_to_itself() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let alone = tree.start();
+    tree.reaches(5);
+    let saver = tree.cli("", "shell_job = false");
+    let saved = done(&saver, &format!("checkpoint --pid {}", alone.pid()));
+    assert_eq!(saved.code, 0, "{saved:?}");
+    drop(alone);
+    let restored = done(&saver, "restore");
+    assert_eq!(restored.code, 0, "{restored:?}");
+    let targets = restored.report["targets"].as_array().cloned().unwrap_or_default();
+    assert_eq!(targets.len(), 2, "{restored:?}");
+    assert!(targets.iter().all(|it| it["state"] == "running"), "{restored:?}");
+    tree.computes_on();
+    let pid = targets[0]["pid"].as_u64().expect("a pid");
+    let namespace = std::fs::read_link(format!("/proc/{pid}/ns/pid")).expect("it runs");
+    assert_ne!(namespace, std::fs::read_link("/proc/self/ns/pid").expect("ours"));
+    end_namespace(pid);
+    tree.is_as_if_nothing_had_happened();
+}
+
+/// Ends process 1 of the namespace that a process is in.
+fn end_namespace(pid: u64) {
+    let namespace = std::fs::read_link(format!("/proc/{pid}/ns/pid")).expect("it runs");
+    let mut pids = std::fs::read_dir("/proc").expect("proc").flatten();
+    let init = pids.find(|entry| {
+        let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+        let pids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        let is_first = pids.is_some_and(|pids| pids.split_whitespace().last() == Some("1"));
+        let its_own = std::fs::read_link(entry.path().join("ns/pid")).ok();
+        is_first && its_own.as_ref() == Some(&namespace)
+    });
+    let init = init.expect("a process 1").file_name();
+    let kill = format!("kill -9 {}", init.to_string_lossy());
+    let _ = Command::new("sh").args(["-c", &kill]).status();
+}
+
+#[test]
+fn a_save_in_passing_lets_the_tree_run_on() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let alone = tree.start();
+    tree.reaches(5);
+    let saver = tree.cli("", "");
+    let saved = done(&saver, &format!("checkpoint --pid {} --then resume", alone.pid()));
+    assert_eq!(saved.code, 0, "{saved:?}");
+    tree.computes_on();
+    assert_eq!(tree.scene.images("job"), [1]);
+    drop(alone);
+    tree.is_as_if_nothing_had_happened();
+}
+
+#[test]
+fn whatever_fails_before_the_commit_gives_the_tree_back() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let alone = tree.start();
+    tree.reaches(3);
+    let checkpoint = format!("checkpoint --pid {}", alone.pid());
+    let denied = |op: &str| json!([{"op": op, "always": true, "action": {"status": 403, "code": "AccessDenied"}}]);
+    let nothing = json!([]);
+    let lock_2 = "fault=cuCheckpointProcessLock#2=code:600";
+    let stage_1 = "fault=cuCheckpointProcessCheckpoint#1=code:999";
+    let stage_2 = "fault=cuCheckpointProcessCheckpoint#2=code:999";
+    for (what, driver, host, rules, said) in [
+        ("the second lock", lock_2, "", &nothing, "NOT_READY"),
+        ("the first copy to host memory", stage_1, "", &nothing, "999"),
+        ("the second one", stage_2, "", &nothing, "999"),
+        ("CRIU", "", "arguments = [\"--no-such-option\"]", &nothing, "criu dump"),
+        ("the upload", "", "", &denied("UploadPart"), "UploadPart"),
+        ("its end", "", "", &denied("CompleteMultipartUpload"), "CompleteMultipartUpload"),
+    ] {
+        tree.scene.server.set_rules(rules);
+        let saver = tree.cli(driver, host);
+        let failed = done(&saver, &checkpoint);
+        assert_eq!(failed.code, 10, "{what}: {failed:?}");
+        assert!(failed.stderr.contains(said), "{what}: {failed:?}");
+        tree.scene.server.set_rules(&nothing);
+        tree.computes_on();
+        assert_eq!(tree.scene.images("job"), [0_u64; 0], "{what}");
+    }
+    // And none of it keeps the next one.
+    let saved = done(&tree.cli("", ""), &checkpoint);
+    assert_eq!(saved.code, 0, "{saved:?}");
+    drop(alone);
+    tree.is_as_if_nothing_had_happened();
+}
+
+#[test]
+fn what_a_saver_that_dies_leaves_is_put_in_order() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let alone = tree.start();
+    tree.reaches(3);
+    for point in [
+        "stage:one staged",
+        "stage:all staged",
+        "stream:all acknowledged",
+        "land:all landed",
+        "commit:manifest stored",
+    ] {
+        let killed = tree.cli("", "").dying_at(&format!("{point}=kill"));
+        let ended = done(&killed, &format!("checkpoint --pid {}", alone.pid()));
+        assert_eq!(ended.code, -1, "{point}: {ended:?}");
+        let recovered = done(&tree.cli("", ""), "recover");
+        assert_eq!(recovered.code, 0, "{point}: {recovered:?}");
+        tree.computes_on();
+        assert_eq!(tree.scene.images("job"), [0_u64; 0], "{point}");
+    }
+    // Once it is committed the tree is not to go on, and is named.
+    let killed = tree.cli("", "").dying_at("commit:entered=kill");
+    done(&killed, &format!("checkpoint --pid {}", alone.pid()));
+    assert_eq!(tree.scene.images("job").len(), 1);
+    let recovered = done(&tree.cli("", ""), "recover");
+    assert_eq!(recovered.code, 14, "{recovered:?}");
+    assert!(recovered.stderr.contains("to be ended") || recovered.report.to_string().contains("to be ended"), "{recovered:?}");
+    let ended = done(&tree.cli("", ""), "recover --end");
+    assert!(ended.report.to_string().contains("ended"), "{ended:?}");
+}
+
+#[test]
+fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let alone = tree.start();
+    tree.reaches(5);
+    let saved = done(&tree.cli("", ""), &format!("checkpoint --pid {}", alone.pid()));
+    assert_eq!(saved.code, 0, "{saved:?}");
+    drop(alone);
+    let refused = |what: &str, said: &str, code: i32, cli: &Ckptstream| {
+        let failed = done(cli, "restore");
+        assert_eq!(failed.code, code, "{what}: {failed:?}");
+        assert!(failed.stderr.contains(said), "{what}: {failed:?}");
+        assert!(!is_alive(tree.dir.path()), "{what}: a process is left");
+    };
+    // A file is gone, another one has grown.
+    let (log, kept) = (tree.path("b"), tree.path("kept"));
+    std::fs::rename(&log, &kept).expect("a file");
+    let grown = std::fs::read_to_string(tree.path("a")).expect("a file");
+    std::fs::write(tree.path("a"), format!("{grown}more\n")).expect("a file");
+    refused("files", "is not there", 20, &tree.cli("", ""));
+    refused("files", "grown_files", 20, &tree.cli("", ""));
+    std::fs::rename(&kept, &log).expect("a file");
+    std::fs::write(tree.path("a"), grown).expect("a file");
+
+    refused("CRIU", "criu restore", 20, &tree.cli("", "arguments = [\"--no-such-option\"]"));
+    let restore = "fault=cuCheckpointProcessRestore#2=code:999";
+    refused("the driver", "999", 21, &tree.cli(restore, ""));
+    let gets = json!([{"op": "GetObject", "key_contains": ".zst", "always": true, "action": {"status": 403, "code": "AccessDenied"}}]);
+    tree.scene.server.set_rules(&gets);
+    refused("the store", "AccessDenied", 20, &tree.cli("", ""));
+    tree.scene.server.set_rules(&json!([]));
+
+    // Who restores dies: process 1 of the namespace ends everything.
+    for point in ["restore:tree rebuilt", "restore:locked for good"] {
+        let killed = tree.cli("", "").dying_at(&format!("{point}=kill"));
+        let ended = done(&killed, "restore --take-over");
+        assert_eq!(ended.code, -1, "{point}: {ended:?}");
+        let started = Instant::now();
+        while is_alive(tree.dir.path()) {
+            assert!(started.elapsed() < PATIENCE, "{point}: a process is left");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    // The image is none the worse for it.
+    let restored = done(&tree.cli("", ""), "restore --take-over");
+    assert_eq!(restored.code, 0, "{restored:?}");
+    tree.computes_on();
+    let pid = restored.report["targets"][0]["pid"].as_u64().expect("a pid");
+    end_namespace(pid);
+    tree.is_as_if_nothing_had_happened();
+}
+
+/// Whether any process has a file of this folder open.
+fn is_alive(dir: &Path) -> bool {
+    let pids = std::fs::read_dir("/proc").expect("proc").flatten();
+    pids.into_iter().any(|entry| {
+        let open = std::fs::read_dir(entry.path().join("fd")).into_iter().flatten();
+        open.flatten().any(|fd| {
+            let path = std::fs::read_link(fd.path()).unwrap_or_default();
+            path.starts_with(dir) && entry.file_name() != *std::process::id().to_string()
+        })
+    })
+}
+
+#[test]
+fn the_object_of_a_tree_verifies_and_a_flipped_bit_is_found() {
+    let Some(tree) = Tree::new(&[]) else { return };
+    let alone = tree.start();
+    tree.reaches(3);
+    let saved = done(&tree.cli("", ""), &format!("checkpoint --pid {}", alone.pid()));
+    assert_eq!(saved.code, 0, "{saved:?}");
+    drop(alone);
+    let verified = done(&tree.cli("", ""), "verify");
+    assert_eq!(verified.code, 0, "{verified:?}");
+    let flips = json!([{"op": "GetObject", "key_contains": ".zst", "always": true, "action": {"wire": "flip-bit", "bytes": 4096}}]);
+    tree.scene.server.set_rules(&flips);
+    let damaged = done(&tree.cli("", ""), "verify");
+    assert_eq!(damaged.code, 20, "{damaged:?}");
+    let refused = done(&tree.cli("", ""), "restore");
+    assert_eq!(refused.code, 20, "{refused:?}");
+    assert!(!is_alive(tree.dir.path()));
+}
