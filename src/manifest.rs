@@ -121,6 +121,8 @@ pub struct TreeRecord {
     pub root: u32,
     /// Pids of all of it there, the root's among them.
     pub pids: Vec<u32>,
+    /// What the root's standard streams (input, output, errors) were: a path, or `pipe:[…]` and the like; empty where it had none. Whoever restores it may put others in their place.
+    pub stdio: [String; 3],
     /// Version of the CRIU that dumped it. A label.
     pub criu: String,
     /// All of CRIU's image files, one after the other; its device is [`HOST`].
@@ -131,6 +133,9 @@ pub struct TreeRecord {
 
 /// What stands in the place of a GPU's UUID where the bytes are a tree's host memory.
 pub const HOST: &str = "host";
+
+/// Most bytes of a path.
+const PATH_LEN_MAX: usize = 4096;
 
 /// Most processes of a tree.
 const TREE_PIDS_MAX: usize = 10_000;
@@ -458,6 +463,14 @@ impl Manifest {
             &format_args!("{} pids, root {}", tree.pids.len(), tree.root),
             "it must be 1 to 10,000 pids above 0, the root's among them",
         )?;
+        for (index, stream) in tree.stdio.iter().enumerate() {
+            ensure(
+                stream.len() <= PATH_LEN_MAX && !stream.chars().any(char::is_control),
+                || format!("tree.stdio[{index}]"),
+                &Quoted(stream),
+                "it must be at most 4096 bytes without control characters",
+            )?;
+        }
         check_label(|| "tree.criu".to_owned(), &tree.criu)?;
         ensure(
             tree.memory.device == HOST,

@@ -53,7 +53,7 @@ use read::{LoadFailed, Which, lanes, load_nowhere, load_plan, resources};
 
 pub use read::{cat, verify};
 pub(crate) use read::{open_image, outcome_of, plan_code};
-pub use whole::{RestoredTree, restore_tree};
+pub use whole::{RestoredTree, Streams, restore_tree};
 
 /// Clean-up must not hold back the verdict for longer.
 const UNPIN_TIMEOUT: Duration = Duration::from_secs(5);

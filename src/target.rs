@@ -164,6 +164,15 @@ impl Target {
         (u64::from(kib("VmRSS:")) + u64::from(kib("VmSwap:"))) << 10
     }
 
+    /// What its standard streams are: a path, or `pipe:[…]` and the like; empty where it has none.
+    pub(crate) fn standard_streams(&self) -> [String; 3] {
+        [0, 1, 2].map(|fd| {
+            let link = std::fs::read_link(format!("/proc/{}/fd/{fd}", self.pid));
+            link.map(|to| to.to_string_lossy().into_owned())
+                .unwrap_or_default()
+        })
+    }
+
     /// Paths of what it has mapped.
     pub(crate) fn mapped_paths(&self) -> Vec<PathBuf> {
         let maps = read(self.pid, "maps").unwrap_or_default();

@@ -74,6 +74,8 @@ pub(super) struct CapturedTree {
     /// Pids where CRIU ran.
     pub(super) root: u32,
     pub(super) pids: Vec<u32>,
+    /// Of the root.
+    pub(super) stdio: [String; 3],
     /// CRIU's version.
     pub(super) criu: String,
     pub(super) files: HostFiles,
@@ -184,6 +186,7 @@ pub(super) fn write_manifest(
             Some(TreeRecord {
                 root: tree.root,
                 pids: tree.pids.clone(),
+                stdio: tree.stdio.clone(),
                 criu: tree.criu.clone(),
                 memory,
                 files,

@@ -567,6 +567,7 @@ fn dump_and_commit(
         tree: Some(CapturedTree {
             root: tree.root().own_pid(),
             pids: tree.own_pids(),
+            stdio: tree.root().standard_streams(),
             criu: criu.version.clone(),
             files: HostFiles {
                 wanted: wanted_by(&tree),

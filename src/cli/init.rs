@@ -58,6 +58,7 @@ pub(super) fn of_a_tree(args: &InitArgs) -> io::Result<u8> {
         };
         let mut command = Command::new(program);
         command.args(rest);
+        with_reopened_streams(&mut command);
         // Ours is for the letters of whoever started us.
         let criu = command.stdin(Stdio::null()).spawn()?;
         let letters = tokio::task::spawn_blocking(is_kept);
@@ -90,21 +91,21 @@ fn root_of_a_tree(words: &[OsString]) -> Command {
     // util-linux's: it makes the session and becomes the program.
     let mut command = Command::new("setsid");
     command.arg("--").args(words);
-    let [stdin, stdout, stderr] = [
-        reopened(io::stdin().as_fd()),
-        reopened(io::stdout().as_fd()),
-        reopened(io::stderr().as_fd()),
-    ];
-    if let Some(file) = stdin {
+    with_reopened_streams(&mut command);
+    command
+}
+
+/// The standard streams of what becomes a tree are files of this mount namespace.
+fn with_reopened_streams(command: &mut Command) {
+    if let Some(file) = reopened(io::stdin().as_fd()) {
         command.stdin(file);
     }
-    if let Some(file) = stdout {
+    if let Some(file) = reopened(io::stdout().as_fd()) {
         command.stdout(file);
     }
-    if let Some(file) = stderr {
+    if let Some(file) = reopened(io::stderr().as_fd()) {
         command.stderr(file);
     }
-    command
 }
 
 /// The same file through a path of our own mount namespace, if it is one: CRIU finds it through its path alone. What is appended to stays so; what was not is appended to from now on, because whoever gave it to us may write to it as well.

@@ -38,7 +38,7 @@ use crate::guard::{self, Guarded};
 use crate::outcome::Outcome;
 use crate::progress::Meter;
 use crate::recover::{self, RecoverOptions};
-use crate::restore;
+use crate::restore::{self, Streams};
 use crate::resume;
 use crate::session::Session;
 use crate::store;
@@ -643,7 +643,7 @@ impl Ground {
 fn restore_tree(session: &Session, wanted: restore::Wanted) -> Result<Outcome, Failure> {
     let program = std::env::current_exe()
         .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Config, error))?;
-    let (outcome, _runs_on) = restore::restore_tree(session, wanted, &program)?;
+    let (outcome, _runs_on) = restore::restore_tree(session, wanted, &program, Streams::Own)?;
     Ok(outcome)
 }
 

@@ -213,11 +213,21 @@ impl Criu {
         CriuRun::start(command, "dump", images_dir.join("dump.log"), limit)
     }
 
-    /// The command that restores what is served at the socket in `images_dir`, and leaves the tree running by itself. Whoever runs it becomes the parent of the tree's root, whose pid stands in `pidfile` then.
-    pub fn restore_command(&self, images_dir: &Path, pidfile: &Path) -> Vec<OsString> {
+    /// The command that restores what is served at the socket in `images_dir`, and leaves the tree running by itself. Its own open file takes the place of each of these (number, and what it was). Whoever runs it becomes the parent of the tree's root, whose pid stands in `pidfile` then.
+    pub fn restore_command(
+        &self,
+        images_dir: &Path,
+        pidfile: &Path,
+        inherited: &[(usize, &str)],
+    ) -> Vec<OsString> {
         let mut args: Vec<OsString> = vec![self.config.criu.clone().into(), "restore".into()];
         args.extend(["--restore-detached".into(), "--pidfile".into()]);
         args.push(pidfile.into());
+        for (number, was) in inherited {
+            // Paths are known to CRIU without their first slash.
+            let was = was.trim_start_matches('/');
+            args.extend(["--inherit-fd".into(), format!("fd[{number}]:{was}").into()]);
+        }
         args.extend(self.common(images_dir, "restore.log"));
         if self.config.tcp == TcpPolicy::Established {
             args.push("--tcp-established".into());

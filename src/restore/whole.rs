@@ -65,6 +65,35 @@ pub struct RestoredTree {
     pub root: u32,
 }
 
+/// What becomes of the standard streams of a tree that is restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Streams {
+    /// They are what they were.
+    Own,
+    /// They are ours, as if the tree had been started by us.
+    Ours,
+}
+
+impl Streams {
+    /// Ours that take the place of the tree's: number, and what it was. Terminals and devices stay what they are.
+    fn inherited(self, tree: &TreeRecord) -> Vec<(usize, &str)> {
+        let streams = tree.stdio.iter().map(String::as_str).enumerate();
+        let mut inherited: Vec<(usize, &str)> = match self {
+            Self::Own => Vec::new(),
+            Self::Ours => streams
+                .filter(|(_, was)| !was.is_empty() && !was.starts_with("/dev/"))
+                .collect(),
+        };
+        let mut seen = Vec::new();
+        inherited.retain(|(_, was)| {
+            let is_new = !seen.contains(was);
+            seen.push(*was);
+            is_new
+        });
+        inherited
+    }
+}
+
 /// Brings the tree of a whole image back. The job is opened first: whoever saved it until then is fenced. `program` is this very program, which is run as process 1 of the tree's namespace.
 ///
 /// # Errors
@@ -73,12 +102,13 @@ pub fn restore_tree(
     session: &Session,
     wanted: Wanted,
     program: &Path,
+    streams: Streams,
 ) -> Result<(Outcome, RestoredTree), Failure> {
     let _named = tracing::error_span!("restore", trace = random_hex::<16>()).entered();
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
     let chosen = read_image(session, wanted)?;
     failpoint::pass("restore:image read");
-    let done = put_back(session, &mut clock, program, &chosen);
+    let done = put_back(session, &mut clock, (program, streams), &chosen);
     if let Some(Taken { ours, pin }) = &chosen.taken {
         unpin(session, pin);
         if done.is_err() {
@@ -97,14 +127,14 @@ pub fn restore_tree(
 fn put_back(
     session: &Session,
     clock: &mut PhaseClock,
-    program: &Path,
+    (program, streams): (&Path, Streams),
     chosen: &Chosen,
 ) -> Result<(Outcome, RestoredTree), Failure> {
     let image = &chosen.image;
-    let checked = check(session, image).map_err(|cause| refused(Phase::Read, cause))?;
+    let checked = check(session, image, streams).map_err(|cause| refused(Phase::Read, cause))?;
     failpoint::pass("restore:checked");
     let since = clock.enter(Phase::Restore);
-    let namespace = rebuild(session, image, &checked, program)
+    let namespace = rebuild(session, image, &checked, (program, streams))
         .map_err(|cause| refused(Phase::Restore, cause))?;
     failpoint::pass("restore:tree rebuilt");
     let (driver, pairs) = (&checked.driver, &checked.pairs);
@@ -152,7 +182,11 @@ struct Checked {
     pairs: GpuPairs,
 }
 
-fn check(session: &Session, image: &Image) -> Result<Checked, Box<dyn Error + Send + Sync>> {
+fn check(
+    session: &Session,
+    image: &Image,
+    streams: Streams,
+) -> Result<Checked, Box<dyn Error + Send + Sync>> {
     let manifest = &image.manifest;
     let (kind, mode) = (manifest.kind, manifest.capture.mode);
     if kind != ImageKind::Whole {
@@ -162,8 +196,11 @@ fn check(session: &Session, image: &Image) -> Result<Checked, Box<dyn Error + Se
         return Err(CheckError::Mode { mode }.into());
     }
     let host = &session.config.host;
-    if let Some(files) = &image.files {
-        must_be_as_wanted(&files.wanted, host.truncates)?;
+    if let Some((tree, files)) = manifest.tree.as_ref().zip(image.files.as_ref()) {
+        let replaced = streams.inherited(tree);
+        let mut wanted = files.wanted.clone();
+        wanted.retain(|file| !replaced.iter().any(|(_, was)| file.path == *was));
+        must_be_as_wanted(&wanted, host.truncates)?;
     }
     let criu = Criu::find(host)?;
     criu.check()?;
@@ -236,7 +273,7 @@ fn rebuild(
     session: &Session,
     image: &Image,
     checked: &Checked,
-    program: &Path,
+    (program, streams): (&Path, Streams),
 ) -> Result<Namespace, Box<dyn Error + Send + Sync>> {
     let Some((tree, files)) = image.manifest.tree.as_ref().zip(image.files.as_ref()) else {
         return Err(CheckError::NeedsAProcess.into());
@@ -252,10 +289,15 @@ fn rebuild(
     let (pidfile, ready) = (dir.path().join("pid"), dir.path().join("ready"));
     let mut args: Vec<OsString> = vec!["init".into(), "--pidfile".into(), pidfile.clone().into()];
     args.extend(["--ready".into(), ready.clone().into(), "--".into()]);
-    args.extend(checked.criu.restore_command(dir.path(), &pidfile));
+    let inherited = streams.inherited(tree);
+    args.extend(
+        checked
+            .criu
+            .restore_command(dir.path(), &pidfile, &inherited),
+    );
     let command = process_one(program, &args);
     let log = dir.path().join("restore.log");
-    let starting = Starting::begin(command, log, limit)?;
+    let starting = Starting::begin(command, streams, log, limit)?;
     let (served, started) = std::thread::scope(|scope| {
         let serving = scope.spawn(|| serving.run(&source, &watch));
         let started = starting.wait(&ready, &watch, || session.cancel.is_cancelled());
@@ -300,11 +342,14 @@ struct Starting {
 impl Starting {
     fn begin(
         mut command: Command,
+        streams: Streams,
         log: PathBuf,
         limit: Duration,
     ) -> Result<Self, Box<dyn Error + Send + Sync>> {
-        // It outlives us, and whoever reads our output must not wait for it.
-        command.stdout(Stdio::null()).stderr(Stdio::null());
+        if streams == Streams::Own {
+            // It outlives us, and whoever reads our output must not wait for it.
+            command.stdout(Stdio::null()).stderr(Stdio::null());
+        }
         let child = command.stdin(Stdio::piped()).process_group(0).spawn();
         let child = child.map_err(|source| NoNamespace { source })?;
         Ok(Self {

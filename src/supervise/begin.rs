@@ -21,7 +21,7 @@ use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::manifest::ImageKind;
 use crate::ownership::{self, Ownership, WhileSaved};
 use crate::recover::{self, RecoverOptions};
-use crate::restore::{self, Wanted};
+use crate::restore::{self, Streams, Wanted};
 use crate::session::Session;
 use crate::store::{Key, PutOutcome, Store};
 use crate::writer::{ProcessIdentity, now_ms, random_hex};
@@ -292,7 +292,7 @@ impl Supervisor<'_> {
         let session = self.session.for_one_transfer(None);
         let _ends = self.ends_at_a_notice(&session);
         let _shown = (self.show)(&session);
-        let (outcome, tree) = restore::restore_tree(&session, NEWEST, &program)?;
+        let (outcome, tree) = restore::restore_tree(&session, NEWEST, &program, Streams::Ours)?;
         let job = JobProcess::restored_tree(tree).map_err(failed)?;
         Whereabouts::of(&self.session.config).note(job.pid);
         tracing::warn!(

@@ -17,8 +17,9 @@ use super::support::{Ckptstream, Node, Run, Target, step_of};
 
 /// The program, if there is one.
 fn criu() -> Option<PathBuf> {
-    let criu = std::env::var_os("TEST_CRIU")
-        .expect("TEST_CRIU is not set: run scripts/test.sh, which installs CRIU and says where it is");
+    let criu = std::env::var_os("TEST_CRIU").expect(
+        "TEST_CRIU is not set: run scripts/test.sh, which installs CRIU and says where it is",
+    );
     (criu != "none").then(|| criu.into())
 }
 
@@ -113,7 +114,9 @@ impl Tree {
     fn reaches(&self, step: u64) {
         let started = Instant::now();
         let is_there = |name: &str| {
-            self.steps(name).last().is_some_and(|line| step_of(line) >= step)
+            self.steps(name)
+                .last()
+                .is_some_and(|line| step_of(line) >= step)
         };
         while !(is_there("a") && is_there("b") && self.lines("plain").len() > 2) {
             let so_far = (self.lines("a"), self.lines("b"));
@@ -193,7 +196,10 @@ fn a_tree_under_run_is_saved_ended_restored_and_goes_on_as_if_nothing_had_happen
     assert_eq!(first.code, REQUEUE, "{first:?}");
     assert_eq!(tree.scene.images("job"), [1]);
     let inspected = done(&tree.cli("", ""), "inspect");
-    assert_eq!(inspected.report["manifest"]["kind"], "whole", "{inspected:?}");
+    assert_eq!(
+        inspected.report["manifest"]["kind"], "whole",
+        "{inspected:?}"
+    );
 
     // On another node the files are there, and nothing else.
     let second = tree.run("--steps 150").ends();
@@ -217,13 +223,22 @@ fn a_save_by_hand_and_a_restore_leave_a_tree_to_itself() {
     drop(alone);
     let restored = done(&saver, "restore");
     assert_eq!(restored.code, 0, "{restored:?}");
-    let targets = restored.report["targets"].as_array().cloned().unwrap_or_default();
+    let targets = restored.report["targets"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
     assert_eq!(targets.len(), 2, "{restored:?}");
-    assert!(targets.iter().all(|it| it["state"] == "running"), "{restored:?}");
+    assert!(
+        targets.iter().all(|it| it["state"] == "running"),
+        "{restored:?}"
+    );
     tree.computes_on();
     let pid = targets[0]["pid"].as_u64().expect("a pid");
     let namespace = std::fs::read_link(format!("/proc/{pid}/ns/pid")).expect("it runs");
-    assert_ne!(namespace, std::fs::read_link("/proc/self/ns/pid").expect("ours"));
+    assert_ne!(
+        namespace,
+        std::fs::read_link("/proc/self/ns/pid").expect("ours")
+    );
     end_namespace(pid);
     tree.is_as_if_nothing_had_happened();
 }
@@ -250,7 +265,10 @@ fn a_save_in_passing_lets_the_tree_run_on() {
     let alone = tree.start();
     tree.reaches(5);
     let saver = tree.cli("", "");
-    let saved = done(&saver, &format!("checkpoint --pid {} --then resume", alone.pid()));
+    let saved = done(
+        &saver,
+        &format!("checkpoint --pid {} --then resume", alone.pid()),
+    );
     assert_eq!(saved.code, 0, "{saved:?}");
     tree.computes_on();
     assert_eq!(tree.scene.images("job"), [1]);
@@ -271,11 +289,29 @@ fn whatever_fails_before_the_commit_gives_the_tree_back() {
     let stage_2 = "fault=cuCheckpointProcessCheckpoint#2=code:999";
     for (what, driver, host, rules, said) in [
         ("the second lock", lock_2, "", &nothing, "NOT_READY"),
-        ("the first copy to host memory", stage_1, "", &nothing, "999"),
+        (
+            "the first copy to host memory",
+            stage_1,
+            "",
+            &nothing,
+            "999",
+        ),
         ("the second one", stage_2, "", &nothing, "999"),
-        ("CRIU", "", "arguments = [\"--no-such-option\"]", &nothing, "criu dump"),
+        (
+            "CRIU",
+            "",
+            "arguments = [\"--no-such-option\"]",
+            &nothing,
+            "criu dump",
+        ),
         ("the upload", "", "", &denied("UploadPart"), "UploadPart"),
-        ("its end", "", "", &denied("CompleteMultipartUpload"), "CompleteMultipartUpload"),
+        (
+            "its end",
+            "",
+            "",
+            &denied("CompleteMultipartUpload"),
+            "CompleteMultipartUpload",
+        ),
     ] {
         tree.scene.server.set_rules(rules);
         let saver = tree.cli(driver, host);
@@ -319,7 +355,11 @@ fn what_a_saver_that_dies_leaves_is_put_in_order() {
     assert_eq!(tree.scene.images("job").len(), 1);
     let recovered = done(&tree.cli("", ""), "recover");
     assert_eq!(recovered.code, 14, "{recovered:?}");
-    assert!(recovered.stderr.contains("to be ended") || recovered.report.to_string().contains("to be ended"), "{recovered:?}");
+    assert!(
+        recovered.stderr.contains("to be ended")
+            || recovered.report.to_string().contains("to be ended"),
+        "{recovered:?}"
+    );
     let ended = done(&tree.cli("", ""), "recover --end");
     assert!(ended.report.to_string().contains("ended"), "{ended:?}");
 }
@@ -329,7 +369,10 @@ fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
     let Some(tree) = Tree::new(&[]) else { return };
     let alone = tree.start();
     tree.reaches(5);
-    let saved = done(&tree.cli("", ""), &format!("checkpoint --pid {}", alone.pid()));
+    let saved = done(
+        &tree.cli("", ""),
+        &format!("checkpoint --pid {}", alone.pid()),
+    );
     assert_eq!(saved.code, 0, "{saved:?}");
     drop(alone);
     let refused = |what: &str, said: &str, code: i32, cli: &Ckptstream| {
@@ -348,7 +391,12 @@ fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
     std::fs::rename(&kept, &log).expect("a file");
     std::fs::write(tree.path("a"), grown).expect("a file");
 
-    refused("CRIU", "criu restore", 20, &tree.cli("", "arguments = [\"--no-such-option\"]"));
+    refused(
+        "CRIU",
+        "criu restore",
+        20,
+        &tree.cli("", "arguments = [\"--no-such-option\"]"),
+    );
     let restore = "fault=cuCheckpointProcessRestore#2=code:999";
     refused("the driver", "999", 21, &tree.cli(restore, ""));
     let gets = json!([{"op": "GetObject", "key_contains": ".zst", "always": true, "action": {"status": 403, "code": "AccessDenied"}}]);
@@ -371,7 +419,9 @@ fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
     let restored = done(&tree.cli("", ""), "restore --take-over");
     assert_eq!(restored.code, 0, "{restored:?}");
     tree.computes_on();
-    let pid = restored.report["targets"][0]["pid"].as_u64().expect("a pid");
+    let pid = restored.report["targets"][0]["pid"]
+        .as_u64()
+        .expect("a pid");
     end_namespace(pid);
     tree.is_as_if_nothing_had_happened();
 }
@@ -380,7 +430,9 @@ fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
 fn is_alive(dir: &Path) -> bool {
     let pids = std::fs::read_dir("/proc").expect("proc").flatten();
     pids.into_iter().any(|entry| {
-        let open = std::fs::read_dir(entry.path().join("fd")).into_iter().flatten();
+        let open = std::fs::read_dir(entry.path().join("fd"))
+            .into_iter()
+            .flatten();
         open.flatten().any(|fd| {
             let path = std::fs::read_link(fd.path()).unwrap_or_default();
             path.starts_with(dir) && entry.file_name() != *std::process::id().to_string()
@@ -393,7 +445,10 @@ fn the_object_of_a_tree_verifies_and_a_flipped_bit_is_found() {
     let Some(tree) = Tree::new(&[]) else { return };
     let alone = tree.start();
     tree.reaches(3);
-    let saved = done(&tree.cli("", ""), &format!("checkpoint --pid {}", alone.pid()));
+    let saved = done(
+        &tree.cli("", ""),
+        &format!("checkpoint --pid {}", alone.pid()),
+    );
     assert_eq!(saved.code, 0, "{saved:?}");
     drop(alone);
     let verified = done(&tree.cli("", ""), "verify");

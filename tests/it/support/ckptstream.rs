@@ -158,7 +158,7 @@ impl Spawned {
 }
 
 impl Run {
-    fn new(code: i32, stdout: &str, stderr: String) -> Self {
+    pub(crate) fn new(code: i32, stdout: &str, stderr: String) -> Self {
         // Killed, it has said nothing.
         let report = if stdout.is_empty() {
             Value::Null
