@@ -34,7 +34,14 @@ TEST_PYTHON=$(python_with 'nvidia-cuda-runtime==13.5.*' boto3 zstandard)
 CUDA_INCLUDE_DIR=$("$TEST_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia/cu13/include")')
 [ -e "$CUDA_INCLUDE_DIR/cuda.h" ] || fail "the package nvidia-cuda-runtime has no cuda.h in $CUDA_INCLUDE_DIR"
 EMULATED_DRIVER_DIR=$(emulated_driver_dir)
-export TEST_PYTHON CUDA_INCLUDE_DIR EMULATED_DRIVER_DIR
+# Whole process trees need a real CRIU, and root for it.
+TEST_CRIU=none
+if [ "$(id -u)" -eq 0 ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
+    TEST_CRIU=$(scripts/install-criu.sh)
+else
+    say "not tested: whole process trees need root, and pid namespaces"
+fi
+export TEST_PYTHON CUDA_INCLUDE_DIR EMULATED_DRIVER_DIR TEST_CRIU
 cargo test --release --workspace --all-targets --locked
 
 say "== examples of docs/deploy"

@@ -32,14 +32,13 @@ def main():
     steps, workers = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(True)
+    # Workers that are forked after the first CUDA call have the GPU driver's memory mapped, which CRIU cannot save: these are there before it.
+    batches = iter(torch.utils.data.DataLoader(Text(), BATCH, num_workers=workers))
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, 4), nn.Linear(WIDTH, VOCABULARY)).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    # Workers that are forked have the GPU driver's memory mapped, which CRIU cannot save.
-    beside = {"num_workers": workers, "multiprocessing_context": "spawn", "persistent_workers": True} if workers else {}
-    loader = torch.utils.data.DataLoader(Text(), BATCH, **beside)
     print(f"pid {os.getpid()}", flush=True)
-    for step, batch in enumerate(loader):
+    for step, batch in enumerate(batches):
         if step == steps:
             break
         batch = batch.cuda()

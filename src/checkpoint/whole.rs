@@ -244,7 +244,7 @@ fn has_inherited(process: &Target) -> bool {
 
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "process {pid} ({name}) of the tree was forked from one that uses a GPU, and has the driver's memory mapped, which CRIU cannot save: have such processes started before the first CUDA call, or by \"spawn\" or \"forkserver\" (PyTorch: DataLoader(multiprocessing_context=\"spawn\"))"
+    "process {pid} ({name}) of the tree was forked from one that uses a GPU, and has the driver's memory mapped, which CRIU cannot save: have such processes started before the first CUDA call (PyTorch: make the DataLoader's iterator before the first .cuda())"
 )]
 struct Heir {
     pid: u32,
