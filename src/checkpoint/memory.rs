@@ -34,6 +34,7 @@ pub(crate) fn plan(config: &Config, driver: &Driver) -> Result<SavePlan, Failure
     let pipeline = &config.pipeline;
     let settings = SaveSettings {
         part_size: config.store.part_size,
+        limits: config.store.limits,
         chunk_size: pipeline.chunk_size,
         memory_budget: pipeline.memory_budget,
         budget_is_set: pipeline.memory_budget_is_set,
