@@ -542,7 +542,7 @@ mod tests {
             (5 << 40, None),
             (1 << 30, Some(5 << 20)),
         ] {
-            for count_max in [PART_COUNT_MAX, 1000] {
+            for count_max in [PART_COUNT_MAX, 2000] {
                 let limits = PartLimits {
                     count_max,
                     ..PartLimits::S3

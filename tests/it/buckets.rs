@@ -1,12 +1,12 @@
 //! Buckets that want more of a request than others do: a header on every one, encryption by the store, a class, tags. Whoever does not give it is told the key; whoever does is served by every command.
 
 use std::process::Stdio;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 
 use super::support::scene::{Scene, cause, until};
-use super::support::{MetadataServer, Target};
+use super::support::{MetadataServer, Run, Target};
 
 /// Without this header a request is refused.
 fn demands(operation: &Value, header: &str) -> Value {
@@ -265,10 +265,8 @@ fn what_is_locked_is_told_with_its_date() {
     let prune = "prune --grace 0s";
     let run = scene.saver("job", "").cli.run(prune);
     assert_eq!(run.code, 0, "{run:?}");
-    let rows = run.report["attempts"]
-        .as_array()
-        .cloned()
-        .unwrap_or_default();
+    let attempts = |run: &Run| run.report["jobs"][0]["attempts"].clone();
+    let rows = attempts(&run).as_array().cloned().unwrap_or_default();
     let row = rows.iter().find(|row| row["fate"] == "dropped");
     let row = row.unwrap_or_else(|| panic!("{run:?}"));
     let reason = row["reason"].as_str().unwrap_or_default();
@@ -289,7 +287,7 @@ fn what_is_locked_is_told_with_its_date() {
     scene.server.set_rules(&json!([]));
     let run = scene.saver("job", "").cli.run(prune);
     assert_eq!(run.code, 0, "{run:?}");
-    let removed = run.report["attempts"].to_string();
+    let removed = attempts(&run).to_string();
     assert!(removed.contains("\"fate\":\"removed\""), "{run:?}");
 }
 
@@ -457,7 +455,7 @@ fn credentials_that_live_shorter_than_a_save_cost_a_log_line_at_most() {
     let scene = Scene::new(&["--rate", &rate]);
     let role = |number: u64| {
         let end = SystemTime::now() + Duration::from_secs(lives);
-        json!({"values": {"/role": {
+        json!({"values": {"/v2/credentials/role": {
             "AccessKeyId": "test", "SecretAccessKey": "testtest", "Token": format!("token-{number:05}"),
             "Expiration": humantime::format_rfc3339_millis(end).to_string(),
         }}})
@@ -480,11 +478,10 @@ fn credentials_that_live_shorter_than_a_save_cost_a_log_line_at_most() {
         .env_remove("AWS_SECRET_ACCESS_KEY")
         .env(
             "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-            format!("{}/role", metadata.endpoint),
+            format!("{}/v2/credentials/role", metadata.endpoint),
         )
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let started = Instant::now();
     let mut save = command.spawn().expect("it runs");
     // Every half life others are given out; each is refused once its life is over.
     let mut ended = Vec::new();
@@ -502,7 +499,6 @@ fn credentials_that_live_shorter_than_a_save_cost_a_log_line_at_most() {
             scene.server.set_rules(&Value::Array(ended.clone()));
         }
     }
-    let took = started.elapsed();
     let save = save.wait_with_output().expect("it runs");
     let stderr = String::from_utf8(save.stderr).expect("text");
     assert!(save.status.success(), "{stderr}");
@@ -513,7 +509,7 @@ fn credentials_that_live_shorter_than_a_save_cost_a_log_line_at_most() {
     println!(
         "credentials of {lives} s each: a save of {} bytes in {:.1} s, given out {given} times, {refused} requests refused and made again, {} retries, {} lines of log",
         report["bytes"]["raw"],
-        took.as_secs_f64(),
+        report["elapsed_seconds"].as_f64().unwrap_or_default(),
         report["retries"],
         stderr.lines().count(),
     );
