@@ -49,7 +49,9 @@ pub(crate) async fn winners_at_once(
     contestants: usize,
 ) -> Result<usize, StoreError> {
     let puts = (0..contestants).map(|number| {
-        let body = format!("{{\"contestant\":{number}}}\n");
+        let body = format!(
+            "{{\"contestant\":{number},\"note\":\"created by several requests at once, to see whether the store lets exactly one of them be first; nothing reads it\"}}\n"
+        );
         store.put_if_absent(key, body.into())
     });
     let outcomes = try_join_all(puts).await?;
