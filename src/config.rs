@@ -7,6 +7,7 @@
 mod bucket;
 mod environment;
 mod host;
+mod kind;
 mod raw;
 mod supervise;
 mod value;
@@ -19,10 +20,12 @@ use std::time::Duration;
 use crate::codec::{FilterChoice, Level, Settings};
 use crate::driver::GpuUuid;
 use crate::journal;
+use crate::plan::{PART_COUNT_MAX, PartLimits};
 
 pub use bucket::{BucketConfig, Sse};
 pub use environment::Environment;
 pub use host::{HostConfig, HostSave, TcpPolicy};
+pub use kind::StoreKind;
 pub use raw::{
     CompressionMode, KEYS, PathStyle, RawCompression, RawConfig, RawDriver, RawHost, RawJob,
     RawMetrics, RawPipeline, RawPreempt, RawRestore, RawRetention, RawSpill, RawStore,
@@ -92,10 +95,14 @@ pub struct StoreConfig {
     pub endpoint: Option<String>,
     /// Region; `None` asks the SDK's chain.
     pub region: Option<String>,
+    /// Which store it is, as said or as its endpoint tells.
+    pub kind: StoreKind,
     /// Bucket in the path (`true`) or in the host name.
     pub path_style: bool,
     /// Part size in bytes, 5 MiB to 5 GiB; `None` derives it from the GPUs' memory.
     pub part_size: Option<u64>,
+    /// What the store takes of one upload.
+    pub limits: PartLimits,
     /// Most requests in flight at once, 1 to 256.
     pub parallelism: u32,
     /// What goes with every part.
@@ -110,6 +117,8 @@ pub struct StoreConfig {
     pub request_timeout: Duration,
     /// A part or range that moves no byte for so long is given up and tried again.
     pub stall_timeout: Duration,
+    /// A connection that nobody has used for so long is not used again.
+    pub idle_timeout: Duration,
     /// What requests and objects carry besides, and the way to the bucket.
     pub bucket: BucketConfig,
 }
@@ -117,10 +126,14 @@ pub struct StoreConfig {
 /// The checksum that goes with every part as a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartChecksum {
-    /// CRC64NVME, or none once the store has refused it.
+    /// The first of those below that the store does not refuse.
     Auto,
     /// CRC64NVME, full object.
     Crc64Nvme,
+    /// CRC32C, of parts or of the full object, as the store has it.
+    Crc32c,
+    /// CRC32, likewise.
+    Crc32,
     /// None, for stores that refuse it; our own digests decide in any case.
     None,
 }
@@ -585,8 +598,11 @@ impl StoreConfig {
                 why: "a directory has no endpoint",
             });
         }
+        let kind = store_kind(store, &place, endpoint.as_ref())?;
+        let preset = kind.preset();
         let path_style = path_style(
             store.path_style.as_ref(),
+            preset.path_style,
             &place,
             endpoint.as_ref(),
             endpoint_setting.as_ref(),
@@ -598,10 +614,12 @@ impl StoreConfig {
             bucket,
             endpoint: endpoint.map(|url| url.as_str().trim_end_matches('/').to_owned()),
             region,
+            kind,
             path_style,
             part_size: Setting::file("store.part_size", store.part_size.as_deref())
                 .map(|size| size.size(5 * MIB, 5 * GIB))
                 .transpose()?,
+            limits: part_limits(store, preset.limits)?,
             parallelism: value::count("store.parallelism", store.parallelism, 1, 256)?
                 .unwrap_or(64),
             checksum: Setting::file("store.checksum", store.checksum.as_deref())
@@ -609,16 +627,19 @@ impl StoreConfig {
                     word.word(&[
                         ("auto", PartChecksum::Auto),
                         ("crc64nvme", PartChecksum::Crc64Nvme),
+                        ("crc32c", PartChecksum::Crc32c),
+                        ("crc32", PartChecksum::Crc32),
                         ("none", PartChecksum::None),
                     ])
                 })
                 .transpose()?
-                .unwrap_or(PartChecksum::Auto),
-            sign_payload: store.sign_payload,
+                .unwrap_or(preset.checksum),
+            sign_payload: store.sign_payload.or(preset.sign_payload),
             retry_timeout: times.retry,
             connect_timeout: times.connect,
             request_timeout: times.request,
             stall_timeout: times.stall,
+            idle_timeout: times.idle,
         })
     }
 }
@@ -628,6 +649,7 @@ struct StoreTimes {
     connect: Duration,
     request: Duration,
     stall: Duration,
+    idle: Duration,
 }
 
 impl StoreTimes {
@@ -663,8 +685,12 @@ impl StoreTimes {
                 _ => Ok(time),
             }
         };
+        let idle = Setting::file("store.idle_timeout", store.idle_timeout.as_deref())
+            .map(|text| text.time(Self::LEAST, Duration::from_secs(600)))
+            .transpose()?;
         Ok(Self {
             retry,
+            idle: idle.unwrap_or(Duration::from_secs(15)),
             connect: attempt(
                 "store.connect_timeout",
                 store.connect_timeout.as_deref(),
@@ -687,9 +713,47 @@ impl StoreTimes {
     }
 }
 
+/// As written, else as the endpoint tells.
+fn store_kind(
+    store: &RawStore,
+    place: &StorePlace,
+    endpoint: Option<&url::Url>,
+) -> Result<StoreKind, ConfigError> {
+    let written = Setting::file("store.kind", store.kind.as_deref());
+    let words = [("auto", None)].into_iter();
+    let words: Vec<_> = words
+        .chain(StoreKind::WORDS.map(|(word, kind)| (word, Some(kind))))
+        .collect();
+    let said = written.as_ref().map(|word| word.word(&words)).transpose()?;
+    match (place, said.flatten()) {
+        (StorePlace::Bucket { .. }, None) => Ok(StoreKind::of_endpoint(endpoint)),
+        (StorePlace::Bucket { .. }, Some(kind)) => Ok(kind),
+        (StorePlace::Directory(_), None) => Ok(StoreKind::Generic),
+        (StorePlace::Directory(_), Some(_)) => Err(ConfigError::Conflict {
+            first: written.map_or_else(String::new, |it| it.to_string()),
+            second: "store.url = \"file://…\"".to_owned(),
+            why: "a directory is none of these stores",
+        }),
+    }
+}
+
+/// What is written narrows or widens what is known of the kind.
+fn part_limits(store: &RawStore, known: PartLimits) -> Result<PartLimits, ConfigError> {
+    let most = u32::try_from(PART_COUNT_MAX).unwrap_or(u32::MAX);
+    let count = value::count("store.part_count_max", store.part_count_max, 1, most)?;
+    let longest = Setting::file("store.object_size_max", store.object_size_max.as_deref());
+    let longest = longest.map(|size| size.size(5 * MIB, PartLimits::S3.object_len_max));
+    Ok(PartLimits {
+        count_max: count.map_or(known.count_max, u64::from),
+        object_len_max: longest.transpose()?.unwrap_or(known.object_len_max),
+        ..known
+    })
+}
+
 /// An address has no room for a bucket in its host name, and a bucket with dots does not match a certificate's wildcard.
 fn path_style(
     written: Option<&PathStyle>,
+    known: Option<bool>,
     place: &StorePlace,
     endpoint: Option<&url::Url>,
     endpoint_setting: Option<&Setting>,
@@ -710,7 +774,7 @@ fn path_style(
         Some(PathStyle::Word(_)) | None => {
             let has_dots =
                 matches!(place, StorePlace::Bucket { bucket, .. } if bucket.contains('.'));
-            Ok(is_address || has_dots)
+            Ok(is_address || has_dots || known.unwrap_or(false))
         }
     }
 }

@@ -338,6 +338,11 @@ pub fn claim_key(attempt: &str) -> String {
     format!("data/{attempt}/attempt.json")
 }
 
+/// Key, relative to the job, of what an attempt tries the store's creates with.
+pub fn contest_key(attempt: &str) -> String {
+    format!("data/{attempt}/contest.json")
+}
+
 /// Key, relative to the job, of the mark that every byte of an attempt's image was read back and is right.
 pub fn read_back_key(attempt: &str) -> String {
     format!("data/{attempt}/read-back.json")

@@ -37,10 +37,50 @@ pub const PART_LEN_MIN: u64 = 5 * MIB;
 /// S3's greatest part length, 5 GiB.
 pub const PART_LEN_MAX: u64 = 5 << 30;
 
+/// What a store takes of one upload. Stores differ in it (`store.kind`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartLimits {
+    /// Bytes of every part but the last, at least.
+    pub len_min: u64,
+    /// Bytes of a part, at most.
+    pub len_max: u64,
+    /// Parts, at most; [`PART_COUNT_MAX`] or fewer.
+    pub count_max: u64,
+    /// Bytes of an object, at most.
+    pub object_len_max: u64,
+}
+
+impl PartLimits {
+    /// Those of S3 itself, which are the widest that our part numbers and lengths have.
+    pub const S3: Self = Self {
+        len_min: PART_LEN_MIN,
+        len_max: PART_LEN_MAX,
+        count_max: PART_COUNT_MAX,
+        object_len_max: PART_COUNT_MAX * PART_LEN_MAX,
+    };
+
+    /// Bytes of the longest object that these parts can make.
+    fn longest_object(&self) -> u64 {
+        let parts = self.count_max.saturating_mul(self.len_max);
+        parts.min(self.object_len_max)
+    }
+
+    /// The shortest parts, in whole MiB, that an object of so many bytes fits.
+    pub fn least_part_len(&self, object_len: u64) -> u64 {
+        whole_mib(object_len.div_ceil(self.count_max))
+            .max(self.len_min)
+            .min(self.len_max)
+    }
+}
+
+fn whole_mib(len: u64) -> u64 {
+    len.div_ceil(MIB).saturating_mul(MIB)
+}
+
 /// Default part length unless the GPU is too large for it: enough for a connection to reach its speed.
 const PART_LEN_DEFAULT: u64 = 16 * MIB;
-/// Parts that a default length aims at, below [`PART_COUNT_MAX`] so that frame headers and seek table fit too.
-const PART_COUNT_DEFAULT: u64 = 9_000;
+/// Parts that a default length aims at, in tenths of those that the store takes, so that frame headers and seek table fit too.
+const PART_COUNT_TENTHS: u64 = 9;
 const CHUNK_LEN_DEFAULT: u64 = 4 * MIB;
 /// Default chunk length for GPUs above [`LARGE_GPU_BYTES`]: a copy engine of 55 GB/s loses 4 % to the gaps between copies of this length and 6 % to those of 4 MiB; codecs are the faster
 /// the shorter the chunks are, because more of them stay in the processor's cache (measured on an H200).
@@ -102,6 +142,8 @@ impl Chunks {
 pub struct SaveSettings {
     /// `store.part_size` in bytes; `None` derives it.
     pub part_size: Option<u64>,
+    /// What the store takes of an upload.
+    pub limits: PartLimits,
     /// `pipeline.chunk_size` in bytes; `None` derives it.
     pub chunk_size: Option<u64>,
     /// Bytes of host memory that may be used.
@@ -193,9 +235,9 @@ impl SavePlan {
 /// What cannot be planned.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// A GPU's worst case does not fit 10,000 parts of the length that the user set.
+    /// A GPU's worst case does not fit the store's parts of the length that the user set.
     #[error(
-        "store.part_size of {value} bytes cannot hold a GPU of {memory_len} bytes in {PART_COUNT_MAX} parts; it must be at least {least} bytes"
+        "store.part_size of {value} bytes cannot hold a GPU of {memory_len} bytes in {count_max} parts; it must be at least {least} bytes"
     )]
     PartSizeTooSmall {
         /// The length set, in bytes.
@@ -204,12 +246,33 @@ pub enum PlanError {
         least: u64,
         /// Memory of the GPU that needs it, in bytes.
         memory_len: u64,
+        /// Parts that the store takes.
+        count_max: u64,
     },
-    /// A part length that no S3 store takes.
-    #[error("store.part_size of {value} bytes; S3 takes {PART_LEN_MIN} to {PART_LEN_MAX}")]
+    /// A part length that the store does not take.
+    #[error(
+        "store.part_size of {value} bytes; the store takes {len_min} to {len_max} (store.kind)"
+    )]
     PartSize {
         /// The length set, in bytes.
         value: u64,
+        /// The least length that the store takes, in bytes.
+        len_min: u64,
+        /// The greatest, in bytes.
+        len_max: u64,
+    },
+    /// More memory than an object of the store can hold in the worst case.
+    #[error(
+        "a GPU of {memory_len} bytes may need an object of {object_len} bytes, the store takes {longest} at most; \
+         see store.kind, store.part_count_max and store.object_size_max"
+    )]
+    ObjectTooLong {
+        /// Memory of the GPU in bytes.
+        memory_len: u64,
+        /// Its object in the worst case, in bytes.
+        object_len: u64,
+        /// Bytes of the longest object that the store takes.
+        longest: u64,
     },
     /// A chunk length that the image format does not have.
     #[error(
@@ -254,7 +317,7 @@ pub enum PlanError {
 pub fn plan_save(gpu_memory: &[u64], settings: &SaveSettings) -> Result<SavePlan, PlanError> {
     let largest = gpu_memory.iter().copied().max().unwrap_or(0);
     let chunk_len = choose_chunk_len(largest, settings.chunk_size)?;
-    let part_len = choose_part_len(largest, chunk_len, settings.part_size)?;
+    let part_len = choose_part_len(largest, chunk_len, settings.part_size, &settings.limits)?;
     let frame_len_max = usize::try_from(chunk_len)
         .map(frame_bound)
         .map_err(|_no_address_space| PlanError::ChunkSize { value: chunk_len })?;
@@ -362,27 +425,41 @@ fn choose_chunk_len(largest: u64, set: Option<u64>) -> Result<u64, PlanError> {
     Ok(value)
 }
 
-fn choose_part_len(largest: u64, chunk_len: u64, set: Option<u64>) -> Result<u64, PlanError> {
-    let whole_mib = |len: u64| len.div_ceil(MIB).saturating_mul(MIB);
+fn choose_part_len(
+    largest: u64,
+    chunk_len: u64,
+    set: Option<u64>,
+    limits: &PartLimits,
+) -> Result<u64, PlanError> {
     let worst = object_len_max(largest, chunk_len);
-    let least = whole_mib(worst.div_ceil(PART_COUNT_MAX)).max(PART_LEN_MIN);
-    if least > PART_LEN_MAX {
-        return Err(PlanError::GpuTooLarge {
+    let longest = limits.longest_object();
+    if worst > longest {
+        return Err(PlanError::ObjectTooLong {
             memory_len: largest,
+            object_len: worst,
+            longest,
         });
     }
+    let least = limits.least_part_len(worst);
     let Some(value) = set else {
-        let default = whole_mib(largest.div_ceil(PART_COUNT_DEFAULT)).max(PART_LEN_DEFAULT);
-        return Ok(default.min(PART_LEN_MAX));
+        let count = (limits.count_max * PART_COUNT_TENTHS / 10).max(1);
+        let default = whole_mib(largest.div_ceil(count)).max(PART_LEN_DEFAULT);
+        return Ok(default.max(least).min(limits.len_max));
     };
-    if !(PART_LEN_MIN..=PART_LEN_MAX).contains(&value) {
-        return Err(PlanError::PartSize { value });
+    let (len_min, len_max) = (limits.len_min, limits.len_max);
+    if !(len_min..=len_max).contains(&value) {
+        return Err(PlanError::PartSize {
+            value,
+            len_min,
+            len_max,
+        });
     }
-    if worst.div_ceil(value) > PART_COUNT_MAX {
+    if worst.div_ceil(value) > limits.count_max {
         return Err(PlanError::PartSizeTooSmall {
             value,
             least,
             memory_len: largest,
+            count_max: limits.count_max,
         });
     }
     Ok(value)

@@ -123,14 +123,6 @@ impl Subject {
             ..self.ok(found)
         }
     }
-
-    /// It works, and is worth a word.
-    fn warning(&self, found: impl Into<String>, mend: impl Into<String>) -> Check {
-        Check {
-            state: State::Warning,
-            ..self.wrong_to_mend(found, mend)
-        }
-    }
 }
 
 const CONNECT: Subject = Subject {

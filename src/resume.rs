@@ -30,7 +30,7 @@ use crate::manifest::{FrameTable, Manifest, ManifestError, ObjectRecord, claim_k
 use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
 use crate::pipeline::panic_message;
-use crate::plan::PART_COUNT_MAX;
+use crate::plan::{PART_COUNT_MAX, PartLimits};
 use crate::progress::LaneMeter;
 use crate::restore::outcome_of;
 use crate::sealed::{SPILL_DIRECTORY, Sealed, SealedError};
@@ -405,7 +405,8 @@ impl Resuming<'_> {
             prove_landed(store, &key, object.len, object.crc64).await?;
             return Ok(());
         }
-        let part_len = part_len(object.len, self.session.config.store.part_size);
+        let config = &self.session.config.store;
+        let part_len = part_len(object.len, config.part_size, &config.limits);
         let upload = store.begin_upload(&key).await?;
         failpoint::pass("resume:upload open");
         let numbers = 1..=object.len.div_ceil(part_len).max(1);
@@ -523,11 +524,9 @@ fn given_up(log: &JobLog) -> HashSet<String> {
 }
 
 /// Bytes of every part but the last.
-fn part_len(object_len: u64, set: Option<u64>) -> u64 {
-    let least = object_len
-        .div_ceil(PART_COUNT_MAX)
-        .next_multiple_of(1 << 20);
-    set.unwrap_or(PART_LEN).max(least)
+fn part_len(object_len: u64, set: Option<u64>, limits: &PartLimits) -> u64 {
+    let least = limits.least_part_len(object_len);
+    set.unwrap_or(PART_LEN).max(least).min(limits.len_max)
 }
 
 #[cfg(test)]
@@ -543,9 +542,15 @@ mod tests {
             (5 << 40, None),
             (1 << 30, Some(5 << 20)),
         ] {
-            let part_len = part_len(len, set);
-            assert!(len.div_ceil(part_len) <= PART_COUNT_MAX, "{len}");
-            assert!(part_len >= set.unwrap_or(PART_LEN));
+            for count_max in [PART_COUNT_MAX, 2000] {
+                let limits = PartLimits {
+                    count_max,
+                    ..PartLimits::S3
+                };
+                let part_len = part_len(len, set, &limits);
+                assert!(len.div_ceil(part_len) <= count_max, "{len}");
+                assert!(part_len >= set.unwrap_or(PART_LEN));
+            }
         }
     }
 }

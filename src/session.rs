@@ -183,7 +183,9 @@ pub struct Interrupted;
 /// What a store error before BEGIN (or in a command that only reads) means to a script: refused for good → fix it; anything else → try later.
 pub fn code_before_begin(error: &StoreError) -> ExitCode {
     match error {
-        StoreError::Refused { .. } | StoreError::NotFound { .. } => ExitCode::Preflight,
+        StoreError::Refused { .. } | StoreError::Locked { .. } | StoreError::NotFound { .. } => {
+            ExitCode::Preflight
+        }
         StoreError::GaveUp { source, .. } if matches!(**source, StoreError::Refused { .. }) => {
             ExitCode::Preflight
         }

@@ -22,10 +22,10 @@ use crate::config::{JobName, RetentionConfig};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::image::{Image, ImageError, ImageRef, image_id};
 use crate::job_log::{AppendError, Entry, JobLog, LogError, append, append_dropped, slot_key};
-use crate::manifest::{claim_key, is_nonce, read_back_key};
+use crate::manifest::{claim_key, contest_key, is_nonce, read_back_key};
 use crate::ownership::append_code;
 use crate::session::{Session, code_before_begin};
-use crate::store::{BadKey, Key, Store, StoreError};
+use crate::store::{BadKey, Key, Listed, Store, StoreError};
 use crate::writer::random_hex;
 
 /// Deletes under way at once.
@@ -369,6 +369,7 @@ impl<'a> Work<'a> {
             return keep("its saver is alive, on this node".to_owned());
         }
         let claim = Key::of_job(self.job, &claim_key(attempt))?;
+        let contest = Key::of_job(self.job, &contest_key(attempt))?;
         let prefix = format!("{}/data/{attempt}/", self.job);
         if saving.is_none()
             && let Some(other) = self
@@ -376,7 +377,7 @@ impl<'a> Work<'a> {
                 .list(&prefix)
                 .await?
                 .iter()
-                .find(|object| object.key != claim)
+                .find(|object| object.key != claim && object.key != contest)
         {
             let other = &other.key;
             return keep(format!(
@@ -525,11 +526,26 @@ impl<'a> Work<'a> {
             if objects.is_empty() && aborted == 0 {
                 return Ok(row);
             }
-            let deletes = stream::iter(&objects).map(|object| self.store.delete(&object.key));
-            deletes
-                .buffer_unordered(PARALLELISM)
-                .try_collect::<()>()
-                .await?;
+            let deletes = stream::iter(&objects).map(|object| async move {
+                match self.store.delete(&object.key).await {
+                    Err(StoreError::Locked { until, .. }) => Ok(Some((object, until))),
+                    deleted => deleted.map(|()| None),
+                }
+            });
+            let locked: Vec<Option<(&Listed, String)>> =
+                deletes.buffer_unordered(PARALLELISM).try_collect().await?;
+            let locked: Vec<(&Listed, String)> = locked.into_iter().flatten().collect();
+            if let Some((_, until)) = locked.iter().max_by_key(|(_, until)| until) {
+                row.objects -= locked.len() as u64;
+                row.bytes -= locked.iter().map(|(object, _)| object.len).sum::<u64>();
+                row.fate = Fate::Dropped;
+                row.reason = format!(
+                    "{}; {} of its objects are locked until {until}",
+                    row.reason,
+                    locked.len()
+                );
+                return Ok(row);
+            }
         }
         Err(UpkeepError::Busy { prefix })
     }

@@ -1,15 +1,17 @@
 //! Who writes: this process as others can know it, and names that nobody else has.
 //!
-//! In: the kernel. Out: random hex digits, labels, an identity by which a process on the same node finds out that this one is dead. What can fail: only the look at ourselves.
+//! In: the kernel. Out: random hex digits, labels, an identity by which a process on the same node finds out that this one is dead. What can fail: the look at ourselves, and the store where it is asked.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use futures::future::try_join_all;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::config::JobName;
 use crate::manifest::{AttemptClaim, FORMAT};
+use crate::store::{Key, PutOutcome, Store, StoreError};
 use crate::target::{TargetError, boot_id, pid_namespace, start_time};
 
 /// A process, beyond its pid: another one never has all of these.
@@ -38,6 +40,23 @@ pub(crate) fn claim(job: &JobName, attempt: &str) -> AttemptClaim {
         pid: std::process::id(),
         created_ms: now_ms(),
     }
+}
+
+/// Creates one object so many times at once, with other bytes each. How many are told that they were first: one, where creates are atomic.
+pub(crate) async fn winners_at_once(
+    store: &dyn Store,
+    key: &Key,
+    contestants: usize,
+) -> Result<usize, StoreError> {
+    let puts = (0..contestants).map(|number| {
+        let body = format!(
+            "{{\"contestant\":{number},\"note\":\"created by several requests at once, to see whether the store lets exactly one of them be first; nothing reads it\"}}\n"
+        );
+        store.put_if_absent(key, body.into())
+    });
+    let outcomes = try_join_all(puts).await?;
+    let created = outcomes.iter().filter(|it| **it == PutOutcome::Created);
+    Ok(created.count())
 }
 
 impl ProcessIdentity {

@@ -141,6 +141,7 @@ impl Frame {
 pub(super) fn save_plan(config: &Config, gpu_memory: &[u64]) -> Result<SavePlan, BenchError> {
     let settings = SaveSettings {
         part_size: config.store.part_size,
+        limits: config.store.limits,
         chunk_size: config.pipeline.chunk_size,
         memory_budget: config.pipeline.memory_budget,
         budget_is_set: config.pipeline.memory_budget_is_set,

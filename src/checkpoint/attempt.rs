@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use futures::future::{join, join_all, join3};
+use futures::future::{join, join_all, join4, try_join_all};
 
 use super::not_begun;
 use crate::config::JobName;
@@ -17,12 +17,16 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::job_log::{AppendError, SavingEntry, append_dropped, append_saving};
 use crate::journal::{JournalError, Step};
-use crate::manifest::{AttemptClaim, claim_key};
+use crate::manifest::{AttemptClaim, claim_key, contest_key};
 use crate::ownership::{self, OwnershipError, WhileSaved, append_code};
 use crate::session::{Session, code_before_begin};
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError, UploadId};
 use crate::target::{Target, TargetError};
-use crate::writer::{ProcessIdentity, claim, random_hex};
+use crate::writer::{ProcessIdentity, claim, random_hex, winners_at_once};
+
+/// Creates at once, of an object that stands there, and of one that does not: stores that turn a second one away may let several at once all be first.
+const LATER_CLAIMS: u64 = 3;
+const CONTESTANTS: usize = 4;
 
 /// Seconds that a save without a deadline may take: this many, and one for so many bytes of GPU memory.
 const SECONDS_MIN: u64 = 30;
@@ -189,12 +193,16 @@ impl Attempt {
         let free = log.next_slot();
         failpoint::pass("prepare:claimed");
 
-        // The commit rests on it, so it is tried, not assumed: a second claim with other bytes must be turned away.
-        let second = AttemptClaim {
-            created_ms: claim.created_ms + 1,
-            ..claim
-        };
-        let second = session.store.put_if_absent(key, second.encode().into());
+        // The commit rests on it, so it is tried, not assumed: of further claims with other bytes every one must be turned away, and of creates at once all but one.
+        let later = try_join_all((1..=LATER_CLAIMS).map(|later| {
+            let other = AttemptClaim {
+                created_ms: claim.created_ms + later,
+                ..claim.clone()
+            };
+            session.store.put_if_absent(key, other.encode().into())
+        }));
+        let contest = Key::of_job(job, &contest_key(&self.nonce)).map_err(OpenError::Key)?;
+        let contest = winners_at_once(store, &contest, CONTESTANTS);
         let nonce = self.nonce.as_str();
         let opened = join_all(objects.iter().map(|planned| async move {
             let key = fresh_key(job, nonce, &planned.name).map_err(OpenError::Key)?;
@@ -211,14 +219,29 @@ impl Attempt {
                 None => ownership::open(store, job, nonce, free).await,
             }
         };
-        let (second, opened, log) = join3(second, opened, opening).await;
-        let mut failed = match second {
-            Ok(PutOutcome::AlreadyExists) => None,
-            Ok(PutOutcome::Created) => Some(OpenError::Unconditional {
-                store: session.store.describe(),
-            }),
+        let (later, winners, opened, log) = join4(later, contest, opened, opening).await;
+        let mut failed = match later {
+            Ok(later) if later.contains(&PutOutcome::Created) => {
+                let kind = session.config.store.kind;
+                Some(OpenError::Unconditional {
+                    store: session.store.describe(),
+                    known: match kind.lacks_conditional_creates() {
+                        true => format!(", as is known of store.kind = {:?}", kind.as_str()),
+                        false => String::new(),
+                    },
+                })
+            }
+            Ok(_turned_away) => None,
             Err(error) => Some(error.into()),
         };
+        match winners {
+            Ok(1) => {}
+            Ok(winners) => {
+                let store = session.store.describe();
+                failed = failed.or(Some(OpenError::NotAtomic { store, winners }));
+            }
+            Err(error) => failed = failed.or(Some(error.into())),
+        }
         for outcome in opened {
             match outcome {
                 Ok(upload) => self.uploads.push(upload),
@@ -362,10 +385,15 @@ enum OpenError {
     #[error("{key} is claimed by another save")]
     Claimed { key: String },
     #[error(
-        "{store} ignores If-None-Match: it overwrote an object that a conditional write must leave alone, so two savers could both commit; \
+        "{store} ignores If-None-Match{known}: it overwrote an object that a conditional write must leave alone, so two savers could both commit; \
          use a store with conditional writes (store.url, store.endpoint)"
     )]
-    Unconditional { store: String },
+    Unconditional { store: String, known: String },
+    #[error(
+        "{store} told {winners} of {CONTESTANTS} that create one object at once that they were first, so two savers could both commit; \
+         use a store whose conditional writes are atomic (store.url, store.endpoint)"
+    )]
+    NotAtomic { store: String, winners: usize },
 }
 
 impl OpenError {
@@ -374,9 +402,11 @@ impl OpenError {
             Self::Store(error) => code_before_begin(error),
             Self::Ownership(error) => error.code(),
             Self::Announce(error) => append_code(error),
-            Self::Journal(_) | Self::Ourselves(_) | Self::Key(_) | Self::Unconditional { .. } => {
-                ExitCode::Preflight
-            }
+            Self::Journal(_)
+            | Self::Ourselves(_)
+            | Self::Key(_)
+            | Self::Unconditional { .. }
+            | Self::NotAtomic { .. } => ExitCode::Preflight,
             Self::Claimed { .. } => ExitCode::NotOurs,
             Self::GivenUp => ExitCode::RolledBack,
         }

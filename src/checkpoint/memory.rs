@@ -41,6 +41,7 @@ fn plan_for(config: &Config, lens: &[u64]) -> Result<SavePlan, Failure> {
     let pipeline = &config.pipeline;
     let settings = SaveSettings {
         part_size: config.store.part_size,
+        limits: config.store.limits,
         chunk_size: pipeline.chunk_size,
         memory_budget: pipeline.memory_budget,
         budget_is_set: pipeline.memory_budget_is_set,

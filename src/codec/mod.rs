@@ -6,6 +6,7 @@
 //! What can fail: only the way back; a frame is refused before anything is allocated for it when it is not what the frame table promised.
 
 pub mod checksum;
+pub mod crc32;
 pub mod digest;
 pub mod effort;
 pub mod frame;
@@ -19,6 +20,7 @@ pub mod seek_table;
 pub mod zeros;
 
 pub use checksum::Crc64;
+pub use crc32::{Crc32, Crc32Kind};
 pub use digest::Digest;
 pub use effort::Effort;
 pub use frame::{

@@ -3,6 +3,7 @@
 //! In: the table as written. Out: checked values. What can fail: a value out of range, keys that exclude each other; the error names them.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use super::raw::RawStore;
@@ -31,6 +32,8 @@ pub struct BucketConfig {
     pub proxy: Option<String>,
     /// Hosts that are reached without it.
     pub no_proxy: Option<String>,
+    /// Addresses of hosts, by their names in lower case. They are not asked for elsewhere.
+    pub resolve: BTreeMap<String, IpAddr>,
 }
 
 /// Server-side encryption: the store does it, and whoever may read the object sees it plain.
@@ -58,10 +61,11 @@ impl BucketConfig {
             ca_bundle: path("store.ca_bundle", raw.ca_bundle.as_deref())?,
             proxy: proxy(raw)?,
             no_proxy: raw.no_proxy.clone(),
+            resolve: resolve(raw)?,
         };
         if matches!(place, StorePlace::Directory(_)) && bucket != Self::default() {
             return Err(ConfigError::Conflict {
-                first: "sse, storage_class, tags, request_payer, ca_bundle or proxy of [store]"
+                first: "sse, storage_class, tags, request_payer, ca_bundle, proxy or resolve of [store]"
                     .to_owned(),
                 second: "store.url = \"file://…\"".to_owned(),
                 why: "a directory has none of them",
@@ -149,6 +153,25 @@ fn tags(raw: &RawStore) -> Result<BTreeMap<String, String>, ConfigError> {
         }
     }
     Ok(tags)
+}
+
+fn resolve(raw: &RawStore) -> Result<BTreeMap<String, IpAddr>, ConfigError> {
+    let written = raw.resolve.iter().flatten();
+    let pairs = written.map(|(host, address)| {
+        let is_name = (1..=253).contains(&host.len())
+            && host
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
+        match address.parse() {
+            Ok(address) if is_name => Ok((host.to_ascii_lowercase(), address)),
+            _ => Err(ConfigError::Invalid {
+                name: format!("store.resolve.{host:?}"),
+                value: address.clone(),
+                expected: "expected the name of a host, and its address: { \"minio.corp\" = \"10.0.0.7\" }".to_owned(),
+            }),
+        }
+    });
+    pairs.collect()
 }
 
 fn proxy(raw: &RawStore) -> Result<Option<String>, ConfigError> {

@@ -39,8 +39,11 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "url",
             "endpoint",
             "region",
+            "kind",
             "path_style",
             "part_size",
+            "part_count_max",
+            "object_size_max",
             "parallelism",
             "checksum",
             "sign_payload",
@@ -48,6 +51,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "connect_timeout",
             "request_timeout",
             "stall_timeout",
+            "idle_timeout",
             "sse",
             "storage_class",
             "tags",
@@ -55,6 +59,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "ca_bundle",
             "proxy",
             "no_proxy",
+            "resolve",
         ],
     ),
     ("pipeline", &["chunk_size", "memory_budget", "threads"]),
@@ -186,13 +191,19 @@ pub struct RawStore {
     pub endpoint: Option<String>,
     /// Region name.
     pub region: Option<String>,
+    /// `auto`, or the name of a store.
+    pub kind: Option<String>,
     /// Bucket in the path, in the host name, or chosen.
     pub path_style: Option<PathStyle>,
     /// Size.
     pub part_size: Option<String>,
     /// Count.
+    pub part_count_max: Option<i64>,
+    /// Size.
+    pub object_size_max: Option<String>,
+    /// Count.
     pub parallelism: Option<i64>,
-    /// `crc64nvme` or `none`.
+    /// `auto`, `crc64nvme`, `crc32c`, `crc32` or `none`.
     pub checksum: Option<String>,
     /// Sign the bodies too.
     pub sign_payload: Option<bool>,
@@ -204,6 +215,8 @@ pub struct RawStore {
     pub request_timeout: Option<String>,
     /// Time.
     pub stall_timeout: Option<String>,
+    /// Time.
+    pub idle_timeout: Option<String>,
     /// `s3`, `kms`, `kms:KEY` or `customer:PATH`.
     pub sse: Option<String>,
     /// Storage class.
@@ -218,6 +231,8 @@ pub struct RawStore {
     pub proxy: Option<String>,
     /// Hosts, separated by commas.
     pub no_proxy: Option<String>,
+    /// Host and address each.
+    pub resolve: Option<BTreeMap<String, String>>,
 }
 
 /// `store.path_style` as written.
@@ -596,8 +611,8 @@ mod tests {
         for (table, keys) in KEYS {
             for key in *keys {
                 let value = match (*table, *key) {
-                    ("driver", "gpu_map") | ("store", "tags") => "{}",
-                    (_, "parallelism" | "threads" | "keep") => "1",
+                    ("driver", "gpu_map") | ("store", "tags" | "resolve") => "{}",
+                    (_, "parallelism" | "threads" | "keep" | "part_count_max") => "1",
                     (_, "requeue_exit_code" | "interval_share") => "75",
                     (_, "sign_payload" | "allow_gpu_only" | "request_payer" | "shell_job") => {
                         "true"

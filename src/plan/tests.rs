@@ -9,6 +9,7 @@ const TB: u64 = 1_000_000_000_000;
 fn settings(memory_budget: u64) -> SaveSettings {
     SaveSettings {
         part_size: None,
+        limits: PartLimits::S3,
         chunk_size: None,
         memory_budget,
         budget_is_set: true,
@@ -194,7 +195,61 @@ fn part_sizes_are_refused_with_the_least_that_works() {
     assert!(plan_save(&[memory_len], &with(least - MIB)).is_err());
     for value in [PART_LEN_MIN - 1, PART_LEN_MAX + 1] {
         let error = plan_save(&[GIB], &with(value)).unwrap_err();
-        assert_eq!(error, PlanError::PartSize { value });
+        let (len_min, len_max) = (PART_LEN_MIN, PART_LEN_MAX);
+        assert_eq!(
+            error,
+            PlanError::PartSize {
+                value,
+                len_min,
+                len_max
+            }
+        );
+    }
+}
+
+/// S3-07, S3-10: stores take different numbers, and nothing is begun that would outgrow them.
+#[test]
+fn a_store_of_narrower_limits_gets_longer_parts_or_is_refused() {
+    let with = |limits: PartLimits| SaveSettings {
+        limits,
+        ..settings(1 << 50)
+    };
+    let few = PartLimits {
+        count_max: 20,
+        ..PartLimits::S3
+    };
+    let plan = plan_save(&[GIB], &with(few)).unwrap();
+    assert!(object_len_max(GIB, plan.chunk_len).div_ceil(plan.part_len) <= 20);
+    let short = SaveSettings {
+        part_size: Some(16 * MIB),
+        ..with(few)
+    };
+    let error = plan_save(&[GIB], &short).unwrap_err();
+    assert!(error.to_string().contains("in 20 parts"), "{error}");
+    // The longest part that a store takes need not be a whole number of MiB.
+    let odd = PartLimits {
+        len_max: 5_000_000_000,
+        ..few
+    };
+    let plan = plan_save(&[90 * GIB], &with(odd)).unwrap();
+    assert!(plan.part_len <= odd.len_max);
+    assert!(object_len_max(90 * GIB, plan.chunk_len).div_ceil(plan.part_len) <= 20);
+    for narrow in [
+        PartLimits {
+            object_len_max: GIB,
+            ..PartLimits::S3
+        },
+        PartLimits {
+            len_max: 50 * MIB,
+            ..few
+        },
+    ] {
+        let error = plan_save(&[GIB], &with(narrow)).unwrap_err();
+        assert!(matches!(error, PlanError::ObjectTooLong { .. }), "{error}");
+        assert!(
+            error.to_string().contains("store.object_size_max"),
+            "{error}"
+        );
     }
 }
 
@@ -298,9 +353,12 @@ proptest! {
     }
 
     #[test]
-    fn saves_fit_ten_thousand_parts_and_the_budget(
+    fn saves_fit_the_parts_of_the_store_and_the_budget(
         gpu_memory in proptest::collection::vec(prop_oneof![0..1000 * GIB, 0..60 * TB], 0..9),
         part_size in optional(0..6 * GIB),
+        count_max in 1..=PART_COUNT_MAX,
+        len_max in PART_LEN_MIN..=PART_LEN_MAX,
+        object_len_max_set in prop_oneof![GIB..TB, Just(PartLimits::S3.object_len_max)],
         chunk_log in optional(18..28u32),
         memory_budget in prop_oneof![0..4 * GIB, 0..TB],
         budget_is_set: bool,
@@ -308,8 +366,15 @@ proptest! {
         parallelism in 1..256u32,
         context_bytes in 0..200 * MIB,
     ) {
+        let limits = PartLimits {
+            len_min: PART_LEN_MIN,
+            len_max,
+            count_max,
+            object_len_max: object_len_max_set,
+        };
         let settings = SaveSettings {
             part_size,
+            limits,
             chunk_size: chunk_log.map(|log| 1 << log),
             memory_budget,
             budget_is_set,
@@ -321,10 +386,12 @@ proptest! {
             return Ok(());
         };
         for len in &gpu_memory {
-            prop_assert!(object_len_max(*len, plan.chunk_len).div_ceil(plan.part_len) <= PART_COUNT_MAX);
+            let object_len = object_len_max(*len, plan.chunk_len);
+            prop_assert!(object_len.div_ceil(plan.part_len) <= count_max);
+            prop_assert!(object_len <= object_len_max_set);
             prop_assert!(Chunks::new(*len, plan.chunk_len).count() <= FRAME_COUNT_MAX);
         }
-        prop_assert!((PART_LEN_MIN..=PART_LEN_MAX).contains(&plan.part_len));
+        prop_assert!((PART_LEN_MIN..=len_max).contains(&plan.part_len));
         prop_assert!(plan.ring_chunks >= 2);
         prop_assert!(plan.frame_buffers > plan.threads as usize);
         prop_assert!(plan.threads >= 1 && plan.threads <= threads);

@@ -12,13 +12,13 @@ use super::{Check, State, Subject};
 use crate::codec::Crc64;
 use crate::config::PartChecksum;
 use crate::error::one_line;
-use crate::manifest::claim_key;
+use crate::manifest::{claim_key, contest_key};
 use crate::session::Session;
 use crate::store::{
     Facts, Key, Listed, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
     Store, StoreError, UploadId, crc64_of_parts,
 };
-use crate::writer::{claim, now_ms, random_hex};
+use crate::writer::{claim, now_ms, random_hex, winners_at_once};
 
 /// One request and its repetitions.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -31,8 +31,7 @@ const PARTS_MIN: u64 = 2;
 const PARTS_MAX: u64 = 64;
 /// Requests in flight while rates are measured: what a save begins with.
 const IN_FLIGHT: usize = 8;
-/// A clock that is further off is refused by most stores; one that is nearly so is a warning.
-const SKEW_MAX: Duration = Duration::from_secs(15 * 60);
+/// A clock that is further off is worth a word.
 const SKEW_WARNED: Duration = Duration::from_secs(60);
 
 const LIST: Subject = Subject {
@@ -44,8 +43,8 @@ const LIST: Subject = Subject {
 const CLOCK: Subject = Subject {
     name: "store.clock",
     why: "requests are signed with the time, and stores refuse what is 15 minutes off",
-    gravity: State::Failed,
-    mend: "set this machine's clock (chrony, systemd-timesyncd)",
+    gravity: State::Warning,
+    mend: "set this machine's clock (chrony, systemd-timesyncd); until then requests are signed with the store's time",
 };
 const CREDENTIALS: Subject = Subject {
     name: "store.credentials",
@@ -176,7 +175,9 @@ impl Looking<'_> {
         self.fresh(&claim).await;
         written.extend(self.contest().await);
         written.extend(self.upload().await);
-        if self.session.config.store.checksum != PartChecksum::None {
+        // Other checksums are taken from the bytes when they are sent, and cannot be wrong.
+        let checksum = self.session.config.store.checksum;
+        if matches!(checksum, PartChecksum::Auto | PartChecksum::Crc64Nvme) {
             self.damaged().await;
         }
         self.abort().await;
@@ -249,13 +250,9 @@ impl Looking<'_> {
             let nearest = date_ms.clamp(*between.start(), *between.end());
             let skew = Duration::from_millis(nearest.abs_diff(date_ms));
             self.checks.push(match skew {
-                _ if skew > SKEW_MAX => CLOCK.wrong(format!(
+                _ if skew > SKEW_WARNED => CLOCK.wrong(format!(
                     "this machine's clock and the store's differ by {skew:.0?}"
                 )),
-                _ if skew > SKEW_WARNED => CLOCK.warning(
-                    format!("this machine's clock and the store's differ by {skew:.0?}"),
-                    CLOCK.mend,
-                ),
                 _ => CLOCK.ok(format!("within {:.1} s of the store's", skew.as_secs_f64())),
             });
         }
@@ -309,9 +306,10 @@ impl Looking<'_> {
         if let Some((outcome, _)) = self.ask(&CONDITIONAL, again).await {
             self.checks.push(match outcome {
                 PutOutcome::AlreadyExists => CONDITIONAL.ok("the second one is turned away"),
-                PutOutcome::Created => CONDITIONAL.wrong(
-                    "the store ignores If-None-Match: it overwrote an object that a conditional write must leave alone",
-                ),
+                PutOutcome::Created => CONDITIONAL.wrong(format!(
+                    "the store ignores If-None-Match{}: it overwrote an object that a conditional write must leave alone",
+                    known_to_lack_it(self.session)
+                )),
             });
         }
         Some(key)
@@ -319,19 +317,12 @@ impl Looking<'_> {
 
     /// Creates one object several times at once, with other bytes each. Its key, if anything was created.
     async fn contest(&mut self) -> Option<Key> {
-        let key = self.key("contest.json");
+        let job = &self.session.config.job;
+        let key = Key::of_job(job, &contest_key(&self.nonce)).expect("hex digits are legal");
         let store = self.session.store.clone();
-        let creating = async {
-            let puts = (0..CONTESTANTS).map(|number| {
-                let body = format!("{{\"contestant\":{number}}}\n");
-                store.put_if_absent(&key, body.into())
-            });
-            let outcomes = join_all(puts).await;
-            outcomes.into_iter().collect::<Result<Vec<_>, _>>()
-        };
-        let (outcomes, _) = self.ask(&AT_ONCE, creating).await?;
-        let created = outcomes.iter().filter(|it| **it == PutOutcome::Created);
-        self.checks.push(match created.count() {
+        let creating = winners_at_once(&*store, &key, CONTESTANTS);
+        let (winners, _) = self.ask(&AT_ONCE, creating).await?;
+        self.checks.push(match winners {
             1 => AT_ONCE.ok(format!(
                 "one of {CONTESTANTS} at once is told that it was first"
             )),
@@ -595,6 +586,15 @@ impl Looking<'_> {
     }
 }
 
+/// In words, of a kind of store that is known to have no conditional creates.
+fn known_to_lack_it(session: &Session) -> String {
+    let kind = session.config.store.kind;
+    match kind.lacks_conditional_creates() {
+        true => format!(", as is known of store.kind = {:?}", kind.as_str()),
+        false => String::new(),
+    }
+}
+
 fn no_answer(subject: &Subject, limit: Duration) -> Check {
     subject.wrong(format!("no answer within {limit:.1?}"))
 }
@@ -607,6 +607,7 @@ fn of_error(subject: &Subject, error: &StoreError) -> Check {
         error => error,
     };
     let advice = match refusal {
+        StoreError::Locked { .. } => "`gc` and `prune` remove it when its lock has ended",
         StoreError::Refused { advice, .. } => advice.trim_start_matches("; "),
         _ if found.contains("certificate") => {
             "set AWS_CA_BUNDLE to the file of the authority that signed the store's certificate"

@@ -94,10 +94,10 @@ pub fn cat(
     Ok(outcome_of(session, &image, Vec::new(), clock.finish()))
 }
 
-/// The exit code of a plan that cannot be: a part size that cannot hold the memory is refused (3), the rest is configuration (2).
+/// The exit code of a plan that cannot be: memory that the parts, or the store, cannot hold is refused (3), the rest is configuration (2).
 pub(crate) fn plan_code(error: &PlanError) -> ExitCode {
     match error {
-        PlanError::PartSizeTooSmall { .. } => ExitCode::Preflight,
+        PlanError::PartSizeTooSmall { .. } | PlanError::ObjectTooLong { .. } => ExitCode::Preflight,
         _ => ExitCode::Config,
     }
 }

@@ -410,6 +410,7 @@ impl Disk {
             etag: placed.etag.clone(),
             len: body.len,
             crc64: body.crc64,
+            crc32: None,
         };
         let mut uploads = self.uploads();
         let open = uploads.get_mut(upload).ok_or_else(|| doing.not_found())?;

@@ -238,6 +238,7 @@ impl Store for MemoryStore {
                 etag: etag.clone(),
                 len,
                 crc64,
+                crc32: None,
             };
             open.parts.insert(number, Part { pieces, len, etag });
             Ok(receipt)

@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 use self::file::FileStore;
 use self::retry::{RetryPolicy, Retrying};
 use self::s3::S3Store;
-use crate::codec::Crc64;
+use crate::codec::{Crc32, Crc64};
 use crate::config::{JobName, StoreConfig, StorePlace};
 use crate::progress::Meter;
 
@@ -156,8 +156,10 @@ pub struct PartReceipt {
     pub etag: String,
     /// Length of the part in bytes.
     pub len: u64,
-    /// CRC64NVME that we sent with it.
+    /// CRC64NVME of it.
     pub crc64: u64,
+    /// The checksum of 32 bits that went with it, where the store wanted one.
+    pub crc32: Option<Crc32>,
 }
 
 /// CRC64NVME over all parts, one behind the other.
@@ -270,6 +272,16 @@ pub enum StoreError {
         code: String,
         /// Empty, or `; ` and the flag or key that helps.
         advice: String,
+    },
+    /// The object is locked (Object Lock) and cannot be deleted yet.
+    #[error("{operation} {key}: locked until {until}")]
+    Locked {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Key relative to the store's prefix.
+        key: String,
+        /// A date, or that it is held without one.
+        until: String,
     },
     /// The store asks for fewer requests.
     #[error("{operation} {key}: the store asks to slow down ({code})")]

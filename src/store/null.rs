@@ -119,6 +119,7 @@ impl Store for NullStore {
                 etag: self.name(),
                 len: body.len,
                 crc64: body.crc64,
+                crc32: None,
             })
         }
         .boxed()

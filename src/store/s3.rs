@@ -5,10 +5,11 @@
 //! by [`fault`] from status and code.
 //!
 //! A part goes out as the list of buffers that it is, with a plain `Content-Length`, its CRC64NVME as a header and (by default) an unsigned
-//! payload: no trailer, no aws-chunked framing, no copy. For a store that does not know CRC64NVME (`store.checksum = "none"`, or learned from its refusal: [`habits`]) it carries Content-MD5, which every
-//! store knows and buckets with Object Lock demand. Small requests have one limit (`store.request_timeout`). Parts, ranges and larger objects have none but
+//! payload: no trailer, no aws-chunked framing, no copy. For a store that does not know CRC64NVME (`store.checksum`, or learned from its refusal: [`habits`]) it carries CRC32C, CRC32, or Content-MD5, which every
+//! store knows; buckets with Object Lock demand one of them with every part. Small requests have one limit (`store.request_timeout`). Parts, ranges and larger objects have none but
 //! `store.stall_timeout`: they may take as long as they like while bytes move.
 
+mod clock;
 mod credentials;
 mod fault;
 mod habits;
@@ -33,26 +34,29 @@ use aws_sdk_s3::config::{
 };
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::operation::list_objects_v2::ListObjectsV2Output;
-use aws_sdk_s3::primitives::{ByteStream, DateTime};
+use aws_sdk_s3::primitives::{ByteStream, DateTime, DateTimeFormat};
 use aws_sdk_s3::types::{
     ChecksumAlgorithm, ChecksumMode, ChecksumType, CompletedMultipartUpload, CompletedPart,
+    ObjectLockLegalHoldStatus,
 };
+use aws_smithy_async::time::TimeSource as _;
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
 use tokio::time::{Instant, timeout};
 
+use self::clock::Clock;
 use self::credentials::Chain;
 use self::fault::{Fault, transient};
-use self::habits::{Habits, Manner};
+use self::habits::{Checksum, Habits, Manner};
 use self::interceptors::{AnswerDate, ExtraHeaders, SignedPayload};
 use self::payload::{BODY_FRAME_LEN, Payload};
 use self::transport::{credentials_proxy, customer_key, http_client, store_proxy, tls_context};
 use super::{
     Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
-    Store, StoreError, UploadId, listing_name,
+    Store, StoreError, UploadId, crc64_of_parts, listing_name,
 };
-use crate::codec::Crc64;
+use crate::codec::{Crc32, Crc32Kind, Crc64};
 use crate::config::StoreConfig;
 
 /// An answer to a part that was handed over whole, and to CompleteMultipartUpload, may take so many times the usual limit: kernel buffers drain over a
@@ -63,6 +67,7 @@ const ANSWER_FACTOR: u32 = 3;
 pub struct S3Store {
     client: Client,
     credentials: Chain,
+    clock: Clock,
     bucket: String,
     /// Empty, or ends in `/`.
     prefix: String,
@@ -99,12 +104,10 @@ impl S3Store {
         let extras = &config.bucket;
         let tls = tls_context(extras.ca_bundle.as_deref(), plain_http, &describe)?;
         let headers = ExtraHeaders::new(extras, customer_key(extras, &describe)?);
-        let store_client = http_client(
-            config.connect_timeout,
-            tls.clone(),
-            store_proxy(extras, &describe)?,
-        );
-        let chain_client = http_client(config.connect_timeout, tls, credentials_proxy());
+        let proxy = store_proxy(extras, &describe)?;
+        let store_client = http_client(config, tls.clone(), proxy);
+        let chain_client = http_client(config, tls, credentials_proxy());
+        let clock = Clock::new(&describe);
 
         let sdk = load_sdk_config(config, chain_client).await;
         let Some(region) = sdk.region().map(ToString::to_string) else {
@@ -125,12 +128,15 @@ impl S3Store {
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             .force_path_style(config.path_style)
             .interceptor(headers)
+            .interceptor(clock.clone())
+            .time_source(clock.clone())
             .credentials_provider(credentials.clone())
             .identity_cache(IdentityCache::no_cache())
             .build();
         Ok(Self {
             client: Client::from_conf(settings),
             credentials,
+            clock,
             bucket: bucket.to_owned(),
             prefix: match prefix {
                 "" => String::new(),
@@ -198,11 +204,19 @@ impl S3Store {
             .create_multipart_upload()
             .bucket(&self.bucket)
             .key(self.full(key));
-        if manner.with_checksum {
-            request = request
+        request = match manner.checksum {
+            Checksum::Crc64Nvme => request
                 .checksum_algorithm(ChecksumAlgorithm::Crc64Nvme)
-                .checksum_type(ChecksumType::FullObject);
-        }
+                .checksum_type(ChecksumType::FullObject),
+            // Of which type is up to the store: some have only one.
+            Checksum::Short(Crc32Kind::Crc32c) => {
+                request.checksum_algorithm(ChecksumAlgorithm::Crc32C)
+            }
+            Checksum::Short(Crc32Kind::Crc32) => {
+                request.checksum_algorithm(ChecksumAlgorithm::Crc32)
+            }
+            Checksum::Md5 => request,
+        };
         let answer = self
             .request(
                 OPERATION,
@@ -232,7 +246,7 @@ impl S3Store {
         const OPERATION: &str = "UploadPart";
         let PartBody { pieces, crc64, .. } = body;
         let payload = Payload::new(pieces, manner).await;
-        let len = payload.len;
+        let (len, crc32) = (payload.len, payload.digests.crc32);
         let mut request = self
             .client
             .upload_part()
@@ -241,9 +255,11 @@ impl S3Store {
             .upload_id(&upload.0)
             .part_number(i32::from(number.get()))
             .content_length(payload.content_length())
+            .set_checksum_crc32_c(payload.digests.header_of(Crc32Kind::Crc32c))
+            .set_checksum_crc32(payload.digests.header_of(Crc32Kind::Crc32))
             .set_content_md5(payload.digests.md5)
             .body(payload.body);
-        if manner.with_checksum {
+        if manner.checksum == Checksum::Crc64Nvme {
             request = request.checksum_crc64_nvme(Crc64::from_value(crc64).to_base64());
         }
         let request = request.customize();
@@ -254,11 +270,25 @@ impl S3Store {
         let request = request.send().boxed();
         let request = self.watched(OPERATION, key, request, len, &payload.handed_over);
         let answer = request.await?;
-        if let Some(sum) = answer.checksum_crc64_nvme.as_deref().and_then(crc64_value)
-            && sum != crc64
-            && manner.with_checksum
-        {
-            let what = format!("the store took part {number} as CRC64NVME {sum:x}, sent {crc64:x}");
+        let other = match manner.checksum {
+            Checksum::Crc64Nvme => {
+                let sum = answer.checksum_crc64_nvme.as_deref().and_then(crc64_value);
+                sum.is_some_and(|sum| sum != crc64)
+            }
+            Checksum::Short(kind) => {
+                let told = match kind {
+                    Crc32Kind::Crc32c => &answer.checksum_crc32_c,
+                    Crc32Kind::Crc32 => &answer.checksum_crc32,
+                };
+                let sum = told.as_deref().and_then(|it| Crc32::from_base64(kind, it));
+                sum.is_some() && sum != crc32
+            }
+            Checksum::Md5 => false,
+        };
+        if other {
+            let name = manner.checksum.name();
+            let what =
+                format!("the store took part {number} with another {name} than it was sent with");
             return Err(transient(OPERATION, key.as_str(), what));
         }
         let etag = tag(OPERATION, key, answer.e_tag)?;
@@ -267,6 +297,7 @@ impl S3Store {
             etag,
             len,
             crc64,
+            crc32,
         })
     }
 
@@ -316,11 +347,27 @@ impl S3Store {
         manner: Manner,
     ) -> Result<(), Box<Fault>> {
         const OPERATION: &str = "CompleteMultipartUpload";
+        let whole = match manner.checksum {
+            Checksum::Crc64Nvme => None,
+            // The store does not look at it, so we do.
+            Checksum::Short(_) | Checksum::Md5 if crc64_of_parts(parts).value() != crc64 => {
+                return Err(changed(OPERATION, key, "CRC64NVME"));
+            }
+            Checksum::Short(kind) => crc32_of_parts(parts, kind),
+            Checksum::Md5 => None,
+        };
         let parts = parts.iter().map(|part| {
+            let sum = part.crc32.filter(|_| whole.is_some());
+            let of = |kind| {
+                let sum = sum.filter(|sum| sum.kind() == kind);
+                sum.map(Crc32::to_base64)
+            };
             let number = i32::from(part.number.get());
             CompletedPart::builder()
                 .part_number(number)
                 .e_tag(&part.etag)
+                .set_checksum_crc32_c(of(Crc32Kind::Crc32c))
+                .set_checksum_crc32(of(Crc32Kind::Crc32))
                 .build()
         });
         let parts = CompletedMultipartUpload::builder()
@@ -333,7 +380,7 @@ impl S3Store {
             .key(self.full(key))
             .upload_id(&upload.0)
             .multipart_upload(parts);
-        if manner.with_checksum {
+        if manner.checksum == Checksum::Crc64Nvme {
             request = request
                 .checksum_crc64_nvme(Crc64::from_value(crc64).to_base64())
                 .checksum_type(ChecksumType::FullObject)
@@ -347,6 +394,18 @@ impl S3Store {
                 request.send().boxed(),
             )
             .await?;
+        // A value over the parts' values is not one over the bytes, and is not held against ours.
+        let told = match whole.map(Crc32::kind) {
+            Some(_) if answer.checksum_type != Some(ChecksumType::FullObject) => None,
+            Some(Crc32Kind::Crc32c) => answer.checksum_crc32_c,
+            Some(Crc32Kind::Crc32) => answer.checksum_crc32,
+            None => None,
+        };
+        if let (Some(whole), Some(told)) = (whole, told)
+            && Crc32::from_base64(whole.kind(), &told).is_some_and(|told| told != whole)
+        {
+            return Err(changed(OPERATION, key, manner.checksum.name()));
+        }
         tag(OPERATION, key, answer.e_tag).map(drop)
     }
 
@@ -378,7 +437,7 @@ impl S3Store {
         manner: Manner,
     ) -> Result<PutOutcome, Box<Fault>> {
         const OPERATION: &str = "PutObject";
-        let crc64 = manner.with_checksum.then(|| Crc64::of(&body).to_base64());
+        let crc64 = (manner.checksum == Checksum::Crc64Nvme).then(|| Crc64::of(&body).to_base64());
         let payload = Payload::new(vec![body], manner).await;
         let len = payload.len;
         let request = self
@@ -388,6 +447,8 @@ impl S3Store {
             .key(self.full(key))
             .if_none_match("*")
             .content_length(payload.content_length())
+            .set_checksum_crc32_c(payload.digests.header_of(Crc32Kind::Crc32c))
+            .set_checksum_crc32(payload.digests.header_of(Crc32Kind::Crc32))
             .set_content_md5(payload.digests.md5)
             .set_checksum_crc64_nvme(crc64)
             .body(payload.body)
@@ -580,7 +641,7 @@ impl S3Store {
             .head_object()
             .bucket(&self.bucket)
             .key(self.full(key));
-        if self.habits.now().with_checksum {
+        if self.habits.now().checksum != Checksum::Md5 {
             request = request.checksum_mode(ChecksumMode::Enabled);
         }
         let request = request
@@ -788,8 +849,30 @@ impl S3Store {
         match answer.await {
             Ok(_) => Ok(()),
             Err(fault) if fault.code == "NoSuchKey" => Ok(()),
+            Err(fault) if fault.status == Some(403) => Err(match self.locked_until(key).await {
+                Some(until) => StoreError::Locked {
+                    operation: "DeleteObject",
+                    key: key.to_string(),
+                    until,
+                },
+                None => fault.error,
+            }),
             Err(fault) => Err(fault.error),
         }
+    }
+
+    /// Until when Object Lock keeps an object, if it does and lets us know.
+    async fn locked_until(&self, key: &Key) -> Option<String> {
+        let request = self.client.head_object().bucket(&self.bucket);
+        let request = request.key(self.full(key)).send();
+        let answer = timeout(self.request_timeout, request).await.ok()?.ok()?;
+        if answer.object_lock_legal_hold_status == Some(ObjectLockLegalHoldStatus::On) {
+            return Some("its legal hold is lifted".to_owned());
+        }
+        let until = answer.object_lock_retain_until_date?;
+        let is_over = until <= DateTime::from(self.clock.now());
+        let until = until.fmt(DateTimeFormat::DateTime).ok()?;
+        (!is_over).then_some(until)
     }
 }
 
@@ -819,6 +902,26 @@ fn tag(operation: &'static str, key: &Key, found: Option<String>) -> Result<Stri
     found.ok_or_else(|| {
         let what = "the answer names no ETag".to_owned();
         transient(operation, key.as_str(), what)
+    })
+}
+
+/// What was put together is not what was sent.
+fn changed(operation: &'static str, key: &Key, checksum: &str) -> Box<Fault> {
+    let mut fault = transient(operation, key.as_str(), String::new());
+    fault.error = StoreError::Mismatch {
+        operation,
+        key: key.to_string(),
+        what: format!("the object's {checksum} is not that of its parts"),
+    };
+    fault
+}
+
+/// Of all parts, one behind the other; `None` where not every part has one of this kind.
+fn crc32_of_parts(parts: &[PartReceipt], kind: Crc32Kind) -> Option<Crc32> {
+    let (first, rest) = parts.split_first()?;
+    let of = |part: &PartReceipt| part.crc32.filter(|sum| sum.kind() == kind);
+    rest.iter().try_fold(of(first)?, |whole, part| {
+        Some(whole.combine(of(part)?, part.len))
     })
 }
 

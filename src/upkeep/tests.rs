@@ -135,6 +135,19 @@ async fn what_may_be_alive_is_left_alone() {
     assert_eq!(row.fate, Fate::Kept);
 }
 
+/// It died before it was announced: what it tried the store with is its own, too.
+#[tokio::test]
+async fn what_died_before_the_announcement_is_given_up() {
+    let store = MemoryStore::new();
+    let nonce = "0123456789abcdef0123456789abcdef";
+    for key in [claim_key(nonce), contest_key(nonce)] {
+        let key = Key::of_job(&job(), &key).unwrap();
+        store.put_if_absent(&key, Bytes::new()).await.unwrap();
+    }
+    let row = fate(&store, &work(&store), false, nonce).await;
+    assert_eq!((row.fate, row.objects), (Fate::Removed, 2), "{row:?}");
+}
+
 #[tokio::test]
 async fn what_died_between_the_entry_and_the_data_is_removed_later() {
     let store = MemoryStore::new();

@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use ckptstream::codec::{FilterChoice, Level, Settings};
 use ckptstream::config::{
-    Config, ConfigError, Environment, KEYS, Overrides, PartChecksum, RawConfig, StorePlace, Verify,
+    Config, ConfigError, Environment, KEYS, Overrides, PartChecksum, RawConfig, StoreKind,
+    StorePlace, Verify,
 };
+use ckptstream::plan::PartLimits;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -237,6 +239,35 @@ fn path_style_follows_the_endpoint_and_the_bucket() {
 }
 
 #[test]
+fn a_kind_sets_defaults_and_keys_win_over_it() {
+    let store = |lines: &str| resolved(&with("store", lines)).store;
+    let r2 = store("endpoint = \"https://0123.r2.cloudflarestorage.com\"");
+    assert_eq!(r2.kind, StoreKind::R2);
+    assert_eq!(r2.limits.len_max, 5 * GIB - 5 * MIB);
+    let minio = store("endpoint = \"https://minio.corp:9000\"\nkind = \"minio\"");
+    assert!(minio.path_style);
+    let named =
+        store("endpoint = \"https://minio.corp:9000\"\nkind = \"minio\"\npath_style = false");
+    assert!(!named.path_style);
+    let set = store(
+        "kind = \"ceph\"\npart_count_max = 1000\nobject_size_max = \"1TiB\"\nchecksum = \"crc32\"",
+    );
+    assert_eq!(set.limits.count_max, 1000);
+    assert_eq!(set.limits.object_len_max, 1024 * GIB);
+    assert_eq!(set.checksum, PartChecksum::Crc32);
+    let ceph = store("kind = \"ceph\"");
+    assert_eq!(ceph.limits.object_len_max, 5_000_000_000_000);
+    let generic = store("endpoint = \"https://store.example\"");
+    assert_eq!(generic.kind, StoreKind::Generic);
+    assert_eq!(generic.limits, PartLimits::S3);
+    let message = refusal("[job]\nname = \"j\"\n[store]\nurl = \"file:///mnt\"\nkind = \"aws\"\n");
+    assert!(
+        message.contains("store.kind") && message.contains("exclude"),
+        "{message}"
+    );
+}
+
+#[test]
 fn explicit_values_that_exclude_each_other_are_both_named() {
     let cases = [
         (
@@ -296,6 +327,10 @@ fn values_out_of_range_name_key_and_range() {
         ),
         ("store", "region = \"eu central\"", "eu-central-1"),
         ("store", "stall_timeout = \"0s\"", "100ms"),
+        ("store", "idle_timeout = \"1h\"", "10m"),
+        ("store", "kind = \"azure\"", "seaweedfs"),
+        ("store", "part_count_max = 0", "1 to 10000"),
+        ("store", "object_size_max = \"1MiB\"", "5MiB"),
         ("pipeline", "chunk_size = \"3MiB\"", "power of two"),
         ("pipeline", "chunk_size = \"128MiB\"", "64MiB"),
         ("pipeline", "threads = -1", "1 to 1024"),

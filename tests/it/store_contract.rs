@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use ckptstream::codec::Crc64;
-use ckptstream::config::{BucketConfig, PartChecksum, StoreConfig, StorePlace};
+use ckptstream::codec::{Crc32, Crc32Kind, Crc64};
+use ckptstream::config::{BucketConfig, PartChecksum, StoreConfig, StoreKind, StorePlace};
+use ckptstream::plan::PartLimits;
 use ckptstream::progress::Meter;
 use ckptstream::store::file::FileStore;
 use ckptstream::store::memory::MemoryStore;
@@ -247,8 +248,12 @@ async fn refused_uploads(store: &dyn Store) {
         &[two.clone(), one.clone()],
     ] {
         let complete = store.complete_upload(&here, &id, parts, len, sum).await;
+        // Where the store knows no CRC64NVME, we see ourselves that parts are not the whole.
         assert!(
-            matches!(complete, Err(StoreError::Refused { .. })),
+            matches!(
+                complete,
+                Err(StoreError::Refused { .. } | StoreError::Mismatch { .. })
+            ),
             "{parts:?}: {complete:?}"
         );
     }
@@ -349,8 +354,10 @@ fn config(endpoint: &str, prefix: &str) -> StoreConfig {
         },
         endpoint: Some(endpoint.to_owned()),
         region: None,
+        kind: StoreKind::Generic,
         path_style: true,
         part_size: None,
+        limits: PartLimits::S3,
         parallelism: 4,
         checksum: PartChecksum::Crc64Nvme,
         sign_payload: Some(false),
@@ -358,6 +365,7 @@ fn config(endpoint: &str, prefix: &str) -> StoreConfig {
         connect_timeout: Duration::from_secs(5),
         request_timeout: Duration::from_secs(10),
         stall_timeout: Duration::from_secs(10),
+        idle_timeout: Duration::from_secs(10),
     }
 }
 
@@ -412,6 +420,17 @@ async fn s3_keeps_the_contract() {
         ..config(&server.endpoint, "signed")
     };
     contract(&connect(&signed).await.unwrap()).await;
+    for (checksum, prefix) in [
+        (PartChecksum::Crc32c, "crc32c"),
+        (PartChecksum::Crc32, "crc32"),
+        (PartChecksum::None, "none"),
+    ] {
+        let other = StoreConfig {
+            checksum,
+            ..config(&server.endpoint, prefix)
+        };
+        contract(&connect(&other).await.unwrap()).await;
+    }
 }
 
 /// Against a server of one's own: `CKPTSTREAM_TEST_S3_ENDPOINT`, with an empty bucket `images` and the usual test keys.
@@ -802,6 +821,48 @@ async fn composite_checksums_are_not_compared() {
         );
         let info = store.head(&here).await.unwrap().unwrap();
         assert_eq!((info.crc64, info.len), (None, 5000), "{headers}");
+    }
+}
+
+/// S3-26: a value over the bytes is held against ours, one over the parts' values is not, whatever it is called.
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_checksum_of_the_whole_object_is_held_against_ours() {
+    if !has_credentials("store_contract::only_a_checksum_of_the_whole_object_is_held_against_ours")
+    {
+        return;
+    }
+    let server = lenient(&[]);
+    let short = StoreConfig {
+        checksum: PartChecksum::Crc32c,
+        ..config(&server.endpoint, "p")
+    };
+    let store = connect(&short).await.unwrap();
+    let parts = [noise(5000, 1), noise(300, 2)];
+    let mut kind = "FULL_OBJECT";
+    let whole = Crc32::of(Crc32Kind::Crc32c, parts.iter().map(|part| &part[..]));
+    for (name, sum, is_right) in [
+        ("right", whole.to_base64(), true),
+        ("wrong", "AAAAAA==".to_owned(), false),
+        ("called so", "AAAAAA==-2".to_owned(), true),
+        ("none", String::new(), true),
+        ("composite", "AAAAAA==".to_owned(), true),
+    ] {
+        if name == "composite" {
+            kind = "COMPOSITE";
+        }
+        let sum = match sum.as_str() {
+            "" => String::new(),
+            sum => format!("<ChecksumCRC32C>{sum}</ChecksumCRC32C>"),
+        };
+        let body = format!(
+            "<CompleteMultipartUploadResult><ETag>\"e-2\"</ETag>{sum}<ChecksumType>{kind}</ChecksumType></CompleteMultipartUploadResult>"
+        );
+        server.set_rules(&json!([{"op": "CompleteMultipartUpload", "always": true, "action": {"apply": true, "body": body}}]));
+        let done = upload(&store, &key(name), &parts).await;
+        match is_right {
+            true => done.unwrap(),
+            false => assert!(matches!(done, Err(StoreError::Mismatch { .. })), "{done:?}"),
+        }
     }
 }
 

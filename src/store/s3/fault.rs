@@ -90,7 +90,7 @@ impl Said {
         ]) {
             Some(Wants::SignedBodies)
         } else if has(&["checksum", "trailer", "aws-chunked", "missingcontentlength"]) {
-            Some(Wants::NoChecksum)
+            Some(Wants::OtherChecksum)
         } else {
             None
         }
@@ -111,6 +111,10 @@ impl S3Store {
         let said = Said::by(&error);
         let passing = match Passing::of_error(operation, &error, &said) {
             Passing::No if self.credentials.are_renewed_after(&said.code) => Passing::Yes,
+            // The answer itself has put the time of the next try right.
+            Passing::No if said.code == "RequestTimeTooSkewed" && self.clock.is_put_right() => {
+                Passing::Yes
+            }
             passing => passing,
         };
         let wants = said.wants();
@@ -212,7 +216,7 @@ impl S3Store {
             );
         }
         if has(&["requesttimetooskewed"]) {
-            return "; this machine's clock and the store's differ too much".to_owned();
+            return "; the time of the request is too far from the store's: see this machine's clock (chrony, systemd-timesyncd)".to_owned();
         }
         if has(&[
             "signaturedoesnotmatch",
@@ -228,9 +232,11 @@ impl S3Store {
                 return "; a store that wants signed bodies needs store.sign_payload = true"
                     .to_owned();
             }
-            Some(Wants::NoChecksum) => {
-                return "; a store that does not know CRC64NVME needs store.checksum = \"none\""
-                    .to_owned();
+            Some(Wants::OtherChecksum) => {
+                return format!(
+                    "; a store that does not take {} needs store.checksum = \"auto\", which finds out what it takes, or store.checksum = \"none\"",
+                    self.habits.now().checksum.name()
+                );
             }
             None => {}
         }

@@ -19,7 +19,8 @@ use http_body::{Body, Frame, SizeHint};
 use md5::Md5;
 use sha2::Sha256;
 
-use super::habits::Manner;
+use super::habits::{Checksum, Manner};
+use crate::codec::{Crc32, Crc32Kind};
 
 /// Bytes of a body that are handed to the connection at once. Small, so that progress is seen on a slow line; large against the cost of a call.
 pub(super) const BODY_FRAME_LEN: usize = 256 * 1024;
@@ -41,15 +42,24 @@ pub(super) struct Digests {
     pub(super) sha256: Option<String>,
     /// MD5 in base64, for `Content-MD5`.
     pub(super) md5: Option<String>,
+    /// Where the store wants one.
+    pub(super) crc32: Option<Crc32>,
+}
+
+impl Digests {
+    /// For `x-amz-checksum-crc32c` or `x-amz-checksum-crc32`.
+    pub(super) fn header_of(&self, kind: Crc32Kind) -> Option<String> {
+        let sum = self.crc32.filter(|sum| sum.kind() == kind);
+        sum.map(Crc32::to_base64)
+    }
 }
 
 impl Payload {
     /// A body of these buffers, with the digests that its manner asks for.
     pub(super) async fn new(pieces: Vec<Bytes>, manner: Manner) -> Self {
-        let (with_sha256, with_md5) = (manner.signs_body, !manner.with_checksum);
-        let digests = match with_sha256 || with_md5 {
-            true => Digests::of(pieces.clone(), with_sha256, with_md5).await,
-            false => Digests::default(),
+        let digests = match (manner.signs_body, manner.checksum) {
+            (false, Checksum::Crc64Nvme) => Digests::default(),
+            _ => Digests::of(pieces.clone(), manner).await,
         };
         let len = pieces.iter().map(|piece| piece.len() as u64).sum();
         let handed_over = Arc::new(AtomicU64::new(0));
@@ -74,10 +84,17 @@ impl Payload {
 
 impl Digests {
     /// For 16 MiB SHA-256 takes about 9 ms and MD5 about 27 ms, so not on the runtime's own threads.
-    async fn of(pieces: Vec<Bytes>, with_sha256: bool, with_md5: bool) -> Self {
+    async fn of(pieces: Vec<Bytes>, manner: Manner) -> Self {
         let digests = tokio::task::spawn_blocking(move || Self {
-            sha256: with_sha256.then(|| hex(&digest::<Sha256>(&pieces))),
-            md5: with_md5.then(|| STANDARD.encode(digest::<Md5>(&pieces))),
+            sha256: manner.signs_body.then(|| hex(&digest::<Sha256>(&pieces))),
+            md5: (manner.checksum == Checksum::Md5)
+                .then(|| STANDARD.encode(digest::<Md5>(&pieces))),
+            crc32: match manner.checksum {
+                Checksum::Short(kind) => {
+                    Some(Crc32::of(kind, pieces.iter().map(|piece| &piece[..])))
+                }
+                Checksum::Crc64Nvme | Checksum::Md5 => None,
+            },
         });
         match digests.await {
             Ok(digests) => digests,
@@ -142,10 +159,10 @@ impl Body for PayloadStream {
 mod tests {
     use super::*;
 
-    fn manner(with_digests: bool) -> Manner {
+    fn manner(checksum: Checksum, signs_body: bool) -> Manner {
         Manner {
-            with_checksum: !with_digests,
-            signs_body: with_digests,
+            checksum,
+            signs_body,
         }
     }
 
@@ -156,7 +173,7 @@ mod tests {
             Bytes::new(),
             Bytes::from_static(b"bc"),
         ];
-        let payload = Payload::new(pieces.clone(), manner(true)).await;
+        let payload = Payload::new(pieces.clone(), manner(Checksum::Md5, true)).await;
         assert_eq!(payload.len, 3);
         // RFC 1321 and FIPS 180-2, both of "abc".
         assert_eq!(
@@ -165,7 +182,13 @@ mod tests {
         );
         let sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(payload.digests.sha256.as_deref(), Some(sha256));
-        let bare = Payload::new(pieces, manner(false)).await;
+        let kind = Crc32Kind::Crc32;
+        let short = Payload::new(pieces.clone(), manner(Checksum::Short(kind), false)).await;
+        // The CRC catalogue's CRC-32/ISO-HDLC of "abc".
+        assert_eq!(short.digests.header_of(kind).as_deref(), Some("NSRBwg=="));
+        assert_eq!(short.digests.header_of(Crc32Kind::Crc32c), None);
+        assert!(short.digests.md5.is_none() && short.digests.sha256.is_none());
+        let bare = Payload::new(pieces, manner(Checksum::Crc64Nvme, false)).await;
         assert!(bare.digests.md5.is_none() && bare.digests.sha256.is_none());
     }
 }

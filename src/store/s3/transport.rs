@@ -1,22 +1,25 @@
 //! The way to the store: trust, proxy, connections.
 //!
-//! In: the configuration's connect timeout, certificates, proxy and key, and where it has none the environment (`AWS_CA_BUNDLE`, the proxy variables). Out: an HTTP client for the SDK. What can fail:
+//! In: the configuration's timeouts of connections, certificates, proxy, addresses and key, and where it has none the environment (`AWS_CA_BUNDLE`, the proxy variables). Out: an HTTP client for the SDK. What can fail:
 //! certificates or a proxy that cannot be used, a key that cannot be read; all are [`StoreError::Refused`], told before anything is asked of the store.
 
+use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
 
 use aws_sdk_s3::config::SharedHttpClient;
 use aws_smithy_http_client::Connector;
 use aws_smithy_http_client::proxy::ProxyConfig;
 use aws_smithy_http_client::tls::{Provider, TlsContext, TrustStore, rustls_provider::CryptoMode};
+use aws_smithy_runtime_api::client::dns::{DnsFuture, ResolveDns, ResolveDnsError};
 use aws_smithy_runtime_api::client::http::{
     HttpConnectorSettings, SharedHttpConnector, http_client_fn,
 };
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
-use crate::config::{BucketConfig, Sse};
+use crate::config::{BucketConfig, Sse, StoreConfig};
 use crate::error::one_line;
 use crate::store::StoreError;
 
@@ -50,21 +53,39 @@ pub(super) fn tls_context(
 
 /// One connection pool of our own. No read timeout: it would count from the start of a request, its upload included.
 pub(super) fn http_client(
-    connect_timeout: Duration,
+    config: &StoreConfig,
     tls: TlsContext,
     proxy: ProxyConfig,
 ) -> SharedHttpClient {
     let settings = HttpConnectorSettings::builder()
-        .connect_timeout(connect_timeout)
+        .connect_timeout(config.connect_timeout)
         .build();
     let connector = Connector::builder()
         .connector_settings(settings)
+        .pool_idle_timeout(config.idle_timeout)
         .proxy_config(proxy)
         .tls_provider(Provider::Rustls(CryptoMode::Ring))
         .tls_context(tls)
-        .build();
+        .build_with_resolver(Resolver(Arc::new(config.bucket.resolve.clone())));
     let connector = SharedHttpConnector::new(connector);
     http_client_fn(move |_, _| connector.clone())
+}
+
+/// Addresses that are known, and those that the system finds for all other names.
+#[derive(Debug, Clone)]
+struct Resolver(Arc<BTreeMap<String, IpAddr>>);
+
+impl ResolveDns for Resolver {
+    fn resolve_dns<'a>(&'a self, name: &'a str) -> DnsFuture<'a> {
+        if let Some(known) = self.0.get(&name.to_ascii_lowercase()) {
+            return DnsFuture::ready(Ok(vec![*known]));
+        }
+        DnsFuture::new(async move {
+            let found = tokio::net::lookup_host((name, 0)).await;
+            let found = found.map_err(ResolveDnsError::new)?;
+            Ok(found.map(|address| address.ip()).collect())
+        })
+    }
 }
 
 /// The proxy on the way to the store.

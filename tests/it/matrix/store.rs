@@ -182,8 +182,9 @@ const DATA: &str = ".zst";
 /// Reads of an object before those of its chunks: one for each seek table.
 const SEEK_TABLES: u32 = 2;
 
-pub(super) const SITES: [Site; 23] = [
+pub(super) const SITES: [Site; 24] = [
     before_lock("PutObject", "/attempt.json", "claim"),
+    before_lock("PutObject", "/contest.json", "creates at once"),
     before_lock("GetObject", "/log/", "log"),
     before_lock("PutObject", "/log/", "log entries before the lock"),
     before_lock("CreateMultipartUpload", DATA, "upload of a GPU"),

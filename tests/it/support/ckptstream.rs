@@ -64,6 +64,12 @@ impl Ckptstream {
         self
     }
 
+    /// At this endpoint.
+    pub(crate) fn at(mut self, endpoint: &str) -> Self {
+        self.endpoint = Some(endpoint.to_owned());
+        self
+    }
+
     /// Dies there: `POINT=ACTION`.
     pub(crate) fn dying_at(mut self, failpoint: &str) -> Self {
         self.failpoint = Some(failpoint.to_owned());

@@ -14,10 +14,11 @@ use s3s::Body;
 use s3s::service::S3Service;
 
 use super::body::{BodyFaultKind, FaultyResponse, RequestBody};
+use super::clock::ServerClock;
 use super::line::Line;
 use super::null;
 use super::op::Target;
-use super::rule_file::Action;
+use super::rule_file::{Action, error_xml};
 use super::rules::Rules;
 use super::wire::Connection;
 use crate::log::{Log, Record};
@@ -40,6 +41,8 @@ pub(super) struct Front {
     pub(super) s3: S3Service,
     pub(super) rules: Rules,
     pub(super) log: Arc<Log>,
+    /// Where the server's time is not this machine's.
+    pub(super) clock: Option<ServerClock>,
     /// Signatures are not looked at.
     pub(super) null: bool,
 }
@@ -74,7 +77,10 @@ impl Front {
             )
             .await;
         record.line.bytes_in = body.bytes_in();
-        let response = result?;
+        let mut response = result?;
+        if let Some(clock) = self.clock {
+            clock.stamp(response.headers_mut());
+        }
         record.line.status = response.status().as_u16();
         record.line.bytes_out = response.size_hint().exact().unwrap_or(0);
         let response = match action.and_then(|action| action.on_response) {
@@ -164,6 +170,14 @@ impl Front {
         body: &mut RequestBody<Incoming>,
         target: &Target,
     ) -> Result<Response<Body>, Dropped> {
+        if self.clock.is_some_and(|clock| clock.refuses(req.headers())) {
+            body.drain(DRAIN_LEN_MAX).await;
+            let code = "RequestTimeTooSkewed";
+            let words =
+                "The difference between the request time and the current time is too large.";
+            let refusal = error_xml(code, words);
+            return Ok(fixed(StatusCode::FORBIDDEN, &refusal, target));
+        }
         let mut req = req.map(|()| Body::http_body(body.clone()));
         if self.null
             && let Some(refusal) = null::unsign(&mut req, target)

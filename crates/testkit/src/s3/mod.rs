@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use hyper::service::service_fn;
 use s3s::auth::SimpleAuth;
+use s3s::config::{S3Config, StaticConfigProvider};
 use s3s::service::S3ServiceBuilder;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
@@ -25,6 +26,7 @@ use crate::script::ScriptError;
 use crate::server::{self, ServerError};
 
 mod body;
+mod clock;
 mod faults;
 mod line;
 mod null;
@@ -34,6 +36,7 @@ mod rules;
 mod store;
 mod wire;
 
+use clock::ServerClock;
 use faults::Front;
 use rules::Rules;
 use store::{Api, Settings, Store};
@@ -75,6 +78,9 @@ pub(crate) struct Args {
     /// Close a connection on which no byte has moved for this long, as in 3s
     #[arg(long, value_name = "TIME", value_parser = crate::units::parse_duration)]
     close_idle: Option<Duration>,
+    /// Seconds that the server's clock is ahead of this machine's, or behind it with a minus
+    #[arg(long, value_name = "SECONDS", allow_hyphen_values = true, value_parser = clap::value_parser!(i64).range(-1_000_000_000..=1_000_000_000))]
+    clock_offset: Option<i64>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -147,8 +153,16 @@ fn front(args: &Args) -> Result<Front, ServeError> {
             key("AWS_SECRET_ACCESS_KEY", "testtest"),
         ));
     }
+    let clock = args.clock_offset.map(ServerClock::new);
+    if clock.is_some() {
+        // That of the S3 layer is this machine's.
+        let mut config = S3Config::default();
+        config.presigned_url_max_skew_time_secs = u32::MAX;
+        s3.set_config(Arc::new(StaticConfigProvider::new(Arc::new(config))));
+    }
     Ok(Front {
         s3: s3.build(),
+        clock,
         rules,
         log: Arc::new(log),
         null: args.null,

@@ -299,7 +299,7 @@ impl RawAction {
 }
 
 /// An S3 error document.
-fn error_xml(code: &str, message: &str) -> String {
+pub(super) fn error_xml(code: &str, message: &str) -> String {
     let escape = |text: &str| {
         text.replace('&', "&amp;")
             .replace('<', "&lt;")
