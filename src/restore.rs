@@ -50,7 +50,7 @@ use gpu_map::{GpuPairs, is_identity, map_gpus};
 use read::{LoadFailed, lanes, load_nowhere, load_plan, resources};
 
 pub use read::{cat, verify};
-pub(crate) use read::{open_image, outcome_of, plan_code};
+pub(crate) use read::{open_image, outcome_of, plan_code, read_object};
 
 /// Clean-up must not hold back the verdict for longer.
 const UNPIN_TIMEOUT: Duration = Duration::from_secs(5);

@@ -12,6 +12,7 @@ mod config;
 mod crash;
 /// Images that are not what was saved.
 mod damage;
+mod drill;
 /// What becomes of a target when the store fails after BEGIN.
 mod fallback;
 /// Driver calls that fail.
