@@ -33,8 +33,11 @@ fn must_be_clean(scene: &Scene) {
         use ckptstream::store::Store;
         let store = scene.store().await;
         let objects = store.list("job/").await.expect("the server runs");
-        let uploads = store.list_uploads("job/").await.expect("the server runs");
-        (objects.len(), uploads.len())
+        let uploads = store
+            .abort_uploads_under("job/")
+            .await
+            .expect("the server runs");
+        (objects.len(), uploads)
     });
     assert_eq!(left, (0, 0), "objects and uploads that are left");
 }

@@ -12,6 +12,7 @@ mod config;
 mod crash;
 /// Images that are not what was saved.
 mod damage;
+/// A rehearsal: the target locked and let go, a small image there and back.
 mod drill;
 /// What becomes of a target when the store fails after BEGIN.
 mod fallback;
@@ -25,6 +26,8 @@ mod golden;
 mod matrix;
 /// The memory budget, held against what the kernel counts.
 mod memory;
+/// What is said of errors, word for word.
+mod messages;
 /// Notices of pre-emption, from every source.
 mod notices;
 /// The order of events, as the driver and the store see it.
@@ -53,3 +56,5 @@ mod tidy;
 mod timeline;
 /// Attempts that came to nothing, and images that are old.
 mod upkeep;
+/// TLS and proxies on the way to the store.
+mod way;
