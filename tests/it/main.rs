@@ -44,6 +44,8 @@ mod run;
 mod simulator;
 /// The second place of a save, and the way from there into the store.
 mod spill;
+/// Single cases of stores and the way to them.
+mod store_cases;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
 /// Our objects through other people's tools.

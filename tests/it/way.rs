@@ -55,10 +55,8 @@ fn a_host_that_is_to_be_reached_directly_is() {
         let config = format!("{trust}proxy = \"{}\"\n{more}", proxy.url);
         scene.saver_with("job", "", &config).cli.ok("preflight");
     }
-    let mut command = scene
-        .saver_with("job", "", &format!("{trust}proxy = \"none\"\n"))
-        .cli
-        .command("preflight");
+    let without = scene.saver_with("job", "", &format!("{trust}proxy = \"none\"\n"));
+    let mut command = without.cli.command("preflight");
     let done = command.env("HTTPS_PROXY", &proxy.url).output();
     assert!(done.expect("it runs").status.success());
     assert_eq!(proxy.requests(), [""; 0]);
@@ -104,4 +102,39 @@ fn metadata_addresses_are_never_asked_for_through_the_proxy() {
     assert!(!asked.is_empty());
     let others = asked.iter().filter(|it| !it.contains(store)).count();
     assert_eq!(others, 0, "{asked:?}");
+}
+
+/// The store encrypts with a key that it is given with every request, and keeps none (SSE-C).
+#[test]
+fn a_key_of_ones_own_goes_with_every_request() {
+    let (scene, front, trust) = behind_tls();
+    let key = front.ca().with_file_name("key");
+    std::fs::write(&key, [7; 32]).expect("a key");
+    let config = format!("{trust}sse = \"customer:{}\"\n", key.display());
+    let about_objects = json!([
+        "PutObject",
+        "CreateMultipartUpload",
+        "UploadPart",
+        "CompleteMultipartUpload",
+        "HeadObject",
+        "GetObject"
+    ]);
+    scene.server.set_rules(&json!([{
+        "op": about_objects, "without_header": "x-amz-server-side-encryption-customer-key", "always": true,
+        "action": {"status": 400, "code": "InvalidRequest"},
+    }]));
+    let mut target = scene.target();
+    target.wait_for("step 2 ");
+    for command in [
+        "preflight".to_owned(),
+        format!("checkpoint --pid {}", target.pid()),
+        "verify".to_owned(),
+        format!("restore --pid {}", target.pid()),
+    ] {
+        let run = scene.saver_with("job", "", &config).cli.run(&command);
+        assert_eq!(run.code, 0, "{command}: {run:?}");
+    }
+    scene.must_compute_on(&mut target);
+    let run = scene.saver_with("job", "", &trust).cli.run("preflight");
+    assert_eq!(run.code, 3, "{run:?}");
 }
