@@ -606,25 +606,22 @@ fn of_error(subject: &Subject, error: &StoreError) -> Check {
         StoreError::GaveUp { source, .. } => source,
         error => error,
     };
-    let advice = match refusal {
-        StoreError::Refused { advice, .. } => advice.trim_start_matches("; "),
-        StoreError::Transient { .. } => advice_on_the_way(&found),
+    let own = match refusal {
+        StoreError::Refused { advice, .. } => advice.as_str(),
         _ => "",
     };
-    // Of the rights to the store's own key only its words tell.
-    let advice = match found.contains("kms:") {
-        true => {
+    let found = match own {
+        "" => found,
+        own => found.replace(own, ""),
+    };
+    let mend = match refusal {
+        // Of the rights to the store's own key only its words tell.
+        _ if found.contains("kms:") => {
             "grant kms:GenerateDataKey and kms:Decrypt for the key that the bucket or store.sse names"
         }
-        false => advice,
-    };
-    let found = match advice {
-        "" => found,
-        advice => found.replace(&format!("; {advice}"), ""),
-    };
-    let mend = match advice {
-        "" => subject.mend,
-        advice => advice,
+        StoreError::Transient { .. } => advice_on_the_way(&found),
+        _ if own.is_empty() => subject.mend,
+        _ => own.trim_start_matches("; "),
     };
     subject.wrong_to_mend(found, mend)
 }
