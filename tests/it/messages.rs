@@ -8,6 +8,10 @@ use serde_json::{Value, json};
 use super::support::scene::Scene;
 use super::support::{Proxy, Run, TlsFront};
 
+/// How the layers below put it.
+const CONNECT_TIMEOUT: &str =
+    "no answer: timeout: client error (Connect): HTTP connect timeout occurred after Ns: timed out";
+
 /// One line: what is wrong, and what mends it, without what is another one each time.
 fn lines(run: &Run) -> String {
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -53,8 +57,10 @@ fn plain(text: &str) -> String {
             rest = &rest[first.len_utf8()..];
         }
     }
-    // Whichever of the two limits comes first.
+    // Whichever of the limits comes first, and is told.
     out.replace("the deadline has come", "store.retry_timeout = 1.5s")
+        .replace(" Nms ", " Ns ")
+        .replace(CONNECT_TIMEOUT, "no answer in Ns")
 }
 
 /// A request that a rule refuses.
