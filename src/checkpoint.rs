@@ -20,6 +20,7 @@
 
 mod attempt;
 mod commit;
+mod drill;
 mod fallback;
 mod memory;
 mod spill;
@@ -33,7 +34,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 use tracing::Span;
 
-use crate::config::{OnFailure, SpillWhen};
+use crate::config::{Config, OnFailure, SpillWhen};
 use crate::custody::{Custody, CustodyError};
 use crate::driver::{
     CheckpointedProcess, CheckpointingProcess, Driver, DriverCode, DriverError, LockedProcess,
@@ -56,6 +57,7 @@ use crate::watchdog;
 use crate::writer::random_hex;
 use attempt::{Attempt, Planned};
 use commit::{Captured, commit};
+pub(crate) use drill::{lock_and_unlock, small_image};
 use memory::Memory;
 pub(crate) use memory::plan;
 use spill::{NoSpill, Spill};
@@ -90,12 +92,12 @@ pub fn checkpoint(
         (_, wanted) => wanted,
     };
     let nonce = random_hex::<16>();
-    if saves_whole_trees(session) {
+    if saves_whole_trees(&session.config) {
         return whole::checkpoint(session, pid, then, while_saved, &nonce);
     }
     let _named = named(&nonce).entered();
     let mut clock = PhaseClock::start(&session.meter, Phase::Prepare);
-    let custody = take_custody(session, pid)?;
+    let custody = take_custody(session, pid, "checkpoint")?;
     let wanted = Wanted {
         nonce,
         then,
@@ -123,8 +125,8 @@ pub fn checkpoint_tree(
 }
 
 /// Whether saves are of whole process trees: they are asked for, or this driver has no others, and CRIU is there.
-pub fn saves_whole_trees(session: &Session) -> bool {
-    whole::is_asked_for(session)
+pub fn saves_whole_trees(config: &Config) -> bool {
+    whole::is_asked_for(config)
 }
 
 fn checkpoint_in_custody(
@@ -170,7 +172,11 @@ fn prepare(
     wanted: Wanted,
 ) -> Result<Prepared, Failure> {
     let target = &custody.target;
-    let (driver, running) = take_in_hand(session, target)?;
+    let driver = open_driver()?;
+    driver
+        .require_custom_storage()
+        .map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))?;
+    let running = take_in_hand(session, &driver, target)?;
     let told = |panic: Box<dyn std::any::Any + Send>| {
         panicked(session, &driver, target, phase, panic.as_ref())
     };
@@ -323,7 +329,7 @@ impl std::fmt::Debug for Armed {
 pub fn arm(session: Session, pid: u32) -> Result<Armed, Failure> {
     let nonce = random_hex::<16>();
     let _named = named(&nonce).entered();
-    let custody = take_custody(&session, pid)?;
+    let custody = take_custody(&session, pid, "checkpoint")?;
     let wanted = Wanted {
         nonce,
         then: Then::Suspend,
@@ -625,7 +631,12 @@ fn keep(
     let store = Arc::clone(&session.store_after_begin);
 
     clock.enter(Phase::Stream);
-    let dealt = memory.deal_out(session, begun, Arc::clone(&store) as _, &attempt.uploads);
+    let dealt = memory.deal_out(
+        session,
+        begun.extents(),
+        Arc::clone(&store) as _,
+        &attempt.uploads,
+    );
     let Some((lanes, encoders, resources)) = dealt else {
         unreachable!("provisions were made for one run at least");
     };
@@ -669,8 +680,8 @@ fn is_the_drivers(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
 }
 
 /// The target, which nobody else has.
-fn take_custody(session: &Session, pid: u32) -> Result<Custody, Failure> {
-    Custody::take(session, pid, "checkpoint").map_err(custody_failure)
+fn take_custody(session: &Session, pid: u32, command: &str) -> Result<Custody, Failure> {
+    Custody::take(session, pid, command).map_err(custody_failure)
 }
 
 fn custody_failure(error: CustodyError) -> Failure {
@@ -691,24 +702,25 @@ fn target_failure(error: TargetError) -> Failure {
     Failure::new(code, Phase::Prepare, error)
 }
 
-/// The driver, and the target, running.
+fn open_driver() -> Result<Arc<Driver>, Failure> {
+    Driver::open().map_err(|error| Failure::new(ExitCode::Preflight, Phase::Prepare, error))
+}
+
+/// The target, running.
 fn take_in_hand(
     session: &Session,
+    driver: &Arc<Driver>,
     target: &Target,
-) -> Result<(Arc<Driver>, RunningProcess), Failure> {
+) -> Result<RunningProcess, Failure> {
     let pid = target.pid;
     let refused = |code: ExitCode, cause: Box<dyn Error + Send + Sync>| {
         Failure::new(code, Phase::Prepare, cause)
     };
-    let driver = Driver::open().map_err(|error| refused(ExitCode::Preflight, error.into()))?;
-    driver
-        .require_custom_storage()
-        .map_err(|error| refused(ExitCode::Preflight, error.into()))?;
     if let Some(what) = target.why_not_scheduled() {
         let stopped = Stopped { pid, what };
         return Err(refused(ExitCode::Preflight, Box::new(stopped)));
     }
-    let running = RunningProcess::attach(&driver, pid).map_err(|error| {
+    RunningProcess::attach(driver, pid).map_err(|error| {
         let code = match &error {
             DriverError::WrongState {
                 found: ProcessState::Checkpointed,
@@ -728,8 +740,7 @@ fn take_in_hand(
             _ => ExitCode::Preflight,
         };
         refused(code, error.into())
-    })?;
-    Ok((driver, running))
+    })
 }
 
 /// A stopped process cannot answer the lock.

@@ -70,6 +70,9 @@ pub const RESUME: &[&str] = &[
     "resume:unsealed",
 ];
 
+/// Of a drill.
+pub const DRILL: &[&str] = &["drill:locked"];
+
 /// Of a target that is put in order after its saver died.
 pub const RECOVER: &[&str] = &["recover:unlocked", "recover:dropped"];
 
@@ -145,7 +148,7 @@ impl Armed {
             _ => return None,
         };
         let count = count.parse().ok().filter(|count| *count > 0)?;
-        let known = [SAVE, SPILL, GIVE_BACK, RESUME, RECOVER, RESTORE].concat();
+        let known = [SAVE, SPILL, GIVE_BACK, RESUME, DRILL, RECOVER, RESTORE].concat();
         known.contains(&point).then(|| Self {
             point: point.to_owned(),
             action,

@@ -3,11 +3,13 @@
 //! In: the configuration, perhaps a target. Out: a list of [`Check`]s, each with what was found, why it matters and what mends it. Nothing can fail: what fails is what was looked for.
 //!
 //! The store is asked with the very requests of a save, under the prefix of an attempt that is never announced; what it leaves when it dies is `gc`'s. The target is looked at and not touched. It ends within [`LIMIT`],
-//! whatever hangs.
+//! whatever hangs. Only a [`drill`] locks the target, lets it go again, and sends a small image; it takes as much longer.
 
 mod bucket;
+mod drill;
 mod node;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,7 +18,7 @@ use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
-use crate::error::{ExitCode, one_line};
+use crate::error::{ExitCode, Failure, TargetState, one_line};
 use crate::progress::Meter;
 use crate::session::Session;
 use crate::watchdog;
@@ -73,12 +75,19 @@ pub struct Findings {
     pub upload_rate: Option<f64>,
     /// Bytes per second that it gave.
     pub download_rate: Option<f64>,
+    /// What a drill touched, as looked up afterwards.
+    #[serde(skip)]
+    pub targets: Vec<TargetState>,
+    /// A drill could not let it go again.
+    #[serde(skip)]
+    pub is_lost: bool,
 }
 
 impl Findings {
-    /// 0, or 3 when a save would fail.
+    /// 0, or 3 when a save would fail; 12 when a drill has left its target locked.
     pub fn code(&self) -> ExitCode {
         match self.worst() {
+            _ if self.is_lost => ExitCode::Lost,
             State::Failed => ExitCode::Preflight,
             State::Ok | State::Warning => ExitCode::Ok,
         }
@@ -123,6 +132,14 @@ impl Subject {
             ..self.ok(found)
         }
     }
+
+    /// It works, and is worth a word.
+    fn warning(&self, found: impl Into<String>, mend: impl Into<String>) -> Check {
+        Check {
+            state: State::Warning,
+            ..self.wrong_to_mend(found, mend)
+        }
+    }
 }
 
 const CONNECT: Subject = Subject {
@@ -145,18 +162,40 @@ pub struct Surroundings {
     pub cancel: CancellationToken,
     /// The process that is to be saved, if it is known.
     pub pid: Option<u32>,
+    /// The program whose `guard` command unlocks the target if a drill dies; `None` is nobody.
+    pub guard: Option<PathBuf>,
 }
 
 /// Looks at everything.
-pub fn preflight(around: Surroundings) -> Findings {
+pub fn preflight(around: &Surroundings) -> Findings {
+    look(around).0
+}
+
+/// Looks at everything, then locks the target, lets it go, and sends a small image.
+pub fn drill(around: Surroundings, pid: u32) -> Findings {
+    let around = Surroundings {
+        pid: Some(pid),
+        ..around
+    };
+    let (mut findings, session) = look(&around);
+    drill::rehearse(session.as_ref(), pid, &mut findings);
+    findings
+}
+
+/// What was found, and the session that it was found with.
+fn look(around: &Surroundings) -> (Findings, Option<Session>) {
     let job = around.config.job.to_string();
     let started = Instant::now();
     // The driver may take seconds to come up, or hang: meanwhile the store is asked.
     let (config, pid) = (around.config.clone(), around.pid);
     let looking = watchdog::aside("node", move || Node::look(&config, pid));
-    let (mut checks, rates) = match open(&around) {
-        Ok(session) => bucket::look(&session, started + STORE_LIMIT),
-        Err(found) => (vec![CONNECT.wrong(found)], bucket::Rates::default()),
+    let opened = open(around);
+    let (mut checks, rates) = match &opened {
+        Ok(session) => bucket::look(session, started + STORE_LIMIT),
+        Err(found) => (
+            vec![CONNECT.wrong(found.as_str())],
+            bucket::Rates::default(),
+        ),
     };
     let left = (started + NODE_LIMIT).saturating_duration_since(Instant::now());
     let node = match looking.map(|looking| looking.within(left)) {
@@ -165,19 +204,26 @@ pub fn preflight(around: Surroundings) -> Findings {
         Err(error) => Node::without_a_thread(&error),
     };
     checks.extend(node.checks_with(&around.config, rates.upload));
-    Findings {
+    let findings = Findings {
         job,
         checks,
         upload_rate: rates.upload,
         download_rate: rates.download,
-    }
+        targets: Vec::new(),
+        is_lost: false,
+    };
+    (findings, opened.ok())
 }
 
 /// The session, or why there is none. Certificates, credentials and directories may lie where nobody answers.
 fn open(around: &Surroundings) -> Result<Session, String> {
     let (config, runtime) = (around.config.clone(), around.runtime.clone());
     let (meter, cancel) = (Arc::clone(&around.meter), around.cancel.clone());
-    let open = move || Session::open(config, runtime, meter, cancel);
+    let guard = around.guard.clone();
+    let open = move || {
+        let session = Session::open(config, runtime, meter, cancel)?;
+        Ok::<_, Failure>(Session { guard, ..session })
+    };
     let opening = watchdog::aside("open", open);
     match opening.map(|opening| opening.within(OPEN_LIMIT)) {
         Ok(Some(opened)) => opened.map_err(|failure| one_line(failure.cause.as_ref())),

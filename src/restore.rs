@@ -52,7 +52,7 @@ use gpu_map::{GpuPairs, is_identity, map_gpus};
 use read::{LoadFailed, Which, lanes, load_nowhere, load_plan, resources};
 
 pub use read::{cat, verify};
-pub(crate) use read::{open_image, outcome_of, plan_code};
+pub(crate) use read::{open_image, outcome_of, plan_code, read_object};
 pub use whole::{RestoredTree, Streams, restore_tree};
 
 /// Clean-up must not hold back the verdict for longer.

@@ -257,7 +257,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
-        self.whole = checkpoint::saves_whole_trees(&self.session);
+        self.whole = checkpoint::saves_whole_trees(&self.session.config);
         self.must_be_restorable()?;
         self.must_not_run_already()?;
         match self.begin(program, args) {
@@ -275,7 +275,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn watch_to_the_end(&mut self, sought: &Sought, wait: Duration) -> Result<End, Failure> {
-        self.whole = checkpoint::saves_whole_trees(&self.session);
+        self.whole = checkpoint::saves_whole_trees(&self.session.config);
         self.must_be_restorable()?;
         let Some(job) = self.find(sought, wait)? else {
             return Ok(End::NotStarted);

@@ -11,9 +11,7 @@ use std::sync::Arc;
 use super::attempt::{Holds, OpenUpload};
 use crate::codec::Encoder;
 use crate::config::Config;
-use crate::driver::{
-    BufferPool, CheckpointingProcess, CopyQueue, Device, Driver, DriverError, STREAMS_OUT,
-};
+use crate::driver::{BufferPool, CopyQueue, Device, Driver, DriverError, Extent, STREAMS_OUT};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::manifest::{FrameTable, HOST};
 use crate::pipeline::{Origin, SaveLane, SaveResources, Source, Witness};
@@ -130,18 +128,18 @@ impl Memory {
         self.plan.total_bytes
     }
 
-    /// One run: the lanes of the GPUs that hold data, each to one of these `uploads` in this store, with encoders and resources. `None` when there are no provisions for one more.
+    /// One run: the lanes of these extents, at most one for each GPU, each to one of these `uploads` in this store, with encoders and resources. `None` when there are no provisions for one more.
     pub(super) fn deal_out(
         &mut self,
         session: &Session,
-        begun: &CheckpointingProcess,
+        extents: &[Extent],
         store: Arc<dyn Store>,
         uploads: &[OpenUpload],
     ) -> Option<(Vec<SaveLane>, &mut [Encoder], SaveResources)> {
         let Provisions { queues, tables } = self.provisions.pop()?;
         let mut per_device: Vec<_> = queues.into_iter().zip(tables).map(Some).collect();
         let mut lanes = Vec::new();
-        for extent in begun.extents() {
+        for extent in extents {
             let taken = per_device.get_mut(extent.device).and_then(Option::take);
             let holds = Holds::Gpu {
                 member: 0,

@@ -290,7 +290,7 @@ impl Spill {
         expect_still(driver, target, ProcessState::Checkpointing)?;
         let store = Arc::clone(&self.store) as Arc<dyn Store>;
         let (lanes, encoders, resources) = memory
-            .deal_out(session, begun, store, &self.uploads)
+            .deal_out(session, begun.extents(), store, &self.uploads)
             .ok_or("nothing was prepared for a second run")?;
         let saved = pipeline::save(lanes, encoders, resources)?;
         failpoint::pass("spill:all written");

@@ -25,7 +25,7 @@ use super::memory::HostMemory;
 use super::{
     Then, custody_failure, is_given_up, land, look, may_go_on, named, not_begun, target_failure,
 };
-use crate::config::{DriverMode, Environment, HostSave};
+use crate::config::{Config, DriverMode, Environment, HostSave};
 use crate::custody::Custody;
 use crate::driver::{
     CheckpointedProcess, Driver, DriverCode, DriverError, LockedProcess, ProcessState,
@@ -56,8 +56,7 @@ const STAGING_USUAL: Duration = Duration::from_secs(300);
 const BESIDE_MEMORY: u64 = 64 << 20;
 
 /// Whether saves are of the whole tree: they are asked for, or this driver has no other.
-pub(super) fn is_asked_for(session: &Session) -> bool {
-    let config = &session.config;
+pub(super) fn is_asked_for(config: &Config) -> bool {
     match (config.driver.mode, config.host.save) {
         (DriverMode::Staged, _) | (_, HostSave::Always) => true,
         (DriverMode::CustomStorage, _) | (_, HostSave::Never) => false,

@@ -118,6 +118,11 @@ Exit codes as those of `run`; 0 when the process ends by itself, because only it
 Exit codes: 0 when a save would work, warnings or not; 3 when it would fail. It takes 20 s at most. The store is asked with the requests of a save, under a prefix of its own that is removed afterwards; \
 a target is looked at and not touched.")]
     Preflight(PreflightArgs),
+    /// All of `preflight`, and a real lock and unlock of the target, and a small image that goes to the store and back: for the start of a job
+    #[command(after_help = "\
+Exit codes: 0 when a save would work, warnings or not; 3 when it would fail: the target runs, looked up; 12 when the target could not be unlocked again, which `ckptstream recover` tries once more. \
+It takes as long as `preflight`, at most driver.lock_timeout for the lock, and at most 20 s or so for the image, which no job's log names and which is removed afterwards.")]
+    Drill(DrillArgs),
     /// Bring a notice to the `run` or `watch` of a job, and wait for the verdict: for a preStop hook, a Slurm prolog, a script
     #[command(after_help = "\
 Exit codes: 0 when the job was saved; 5 when the save was refused because it does not fit; 7 when the job had ended; else those of `checkpoint`. 3 when nobody listens.")]
@@ -172,6 +177,7 @@ impl Command {
             Command::Run(_) => "run",
             Command::Watch(_) => "watch",
             Command::Preflight(_) => "preflight",
+            Command::Drill(_) => "drill",
             Command::Notify(_) => "notify",
             Command::Status(_) => "status",
             Command::List => "list",
@@ -199,6 +205,7 @@ impl Command {
             }
             Command::List
             | Command::Preflight(_)
+            | Command::Drill(_)
             | Command::Notify(_)
             | Command::Status(_)
             | Command::Inspect(_)
@@ -434,6 +441,17 @@ pub(super) struct PreflightArgs {
     pub(super) deadline: DeadlineArgs,
 }
 
+/// `drill`
+#[derive(Debug, ClapArgs)]
+pub(super) struct DrillArgs {
+    /// Process that is locked, and let go again
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) pid: u32,
+
+    #[command(flatten)]
+    pub(super) deadline: DeadlineArgs,
+}
+
 /// `restore`
 #[derive(Debug, ClapArgs)]
 pub(super) struct RestoreArgs {
@@ -579,6 +597,9 @@ impl Args {
             Command::Preflight(command) => {
                 overrides.deadline.clone_from(&command.deadline.deadline);
             }
+            Command::Drill(command) => {
+                overrides.deadline.clone_from(&command.deadline.deadline);
+            }
             Command::Restore(command) => {
                 overrides.deadline.clone_from(&command.deadline.deadline);
                 overrides.gpu_map.clone_from(&command.gpu_map);
@@ -637,6 +658,7 @@ mod tests {
             "ckptstream",
             "ckptstream checkpoint",
             "ckptstream checkpoint --pid 0",
+            "ckptstream drill",
             "ckptstream checkpoint --pid 1 --then vanish",
             "ckptstream restore --pid 1 --image newest",
             "ckptstream list -v --log-level info",

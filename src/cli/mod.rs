@@ -8,10 +8,10 @@
 mod args;
 mod bench;
 mod console;
+mod findings;
 mod images;
 mod init;
 mod logging;
-mod preflight;
 mod progress;
 mod report;
 mod signals;
@@ -36,6 +36,7 @@ use crate::config::{Config, ConfigError, Environment, JobName, Overrides, RawCon
 use crate::error::{ExitCode, Failure, Phase};
 use crate::guard::{self, Guarded};
 use crate::outcome::Outcome;
+use crate::preflight;
 use crate::progress::Meter;
 use crate::recover::{self, RecoverOptions};
 use crate::restore::{self, Streams};
@@ -46,7 +47,7 @@ use crate::upkeep::{self, GcOptions, Upkeep};
 
 use args::{Args, Command, GuardArgs, InitArgs, ProgressChoice, ThenChoice, TimelineArgs};
 use console::Console;
-use preflight::PreflightListing;
+use findings::PreflightListing;
 use progress::{Mode, Progress, Terminal};
 use report::{Done, RunReport};
 use stdout::Stdout;
@@ -302,7 +303,17 @@ impl Run<'_> {
                 })
                 .map(|recovered| Some(Done::Recovered(RecoveredListing(recovered))))
             }
-            Command::Preflight(command) => self.preflight(config()?, command.pid).map(Some),
+            Command::Preflight(command) => self
+                .preflight(config()?, |around| {
+                    preflight::preflight(&preflight::Surroundings {
+                        pid: command.pid,
+                        ..around
+                    })
+                })
+                .map(Some),
+            Command::Drill(command) => self
+                .preflight(config()?, |around| preflight::drill(around, command.pid))
+                .map(Some),
             Command::Notify(command) => self.notify(command, &overrides, &raw).map(Some),
             Command::Status(command) => {
                 let path = Config::resolve_socket(command.socket.as_deref(), &overrides, &raw);
@@ -454,14 +465,19 @@ impl Run<'_> {
         Ok(Done::Upkeep(UpkeepListing::new(done)))
     }
 
-    fn preflight(&self, config: Config, pid: Option<u32>) -> Result<Done, Failure> {
+    fn preflight(
+        &self,
+        config: Config,
+        look: impl FnOnce(preflight::Surroundings) -> preflight::Findings,
+    ) -> Result<Done, Failure> {
         Ground::stand(self.args.command.signal_effect(), Meter::new(), |ground| {
-            let findings = crate::preflight::preflight(crate::preflight::Surroundings {
+            let findings = look(preflight::Surroundings {
                 config,
                 runtime: ground.runtime.handle().clone(),
                 meter: Arc::clone(&ground.meter),
                 cancel: ground.cancel.clone(),
-                pid,
+                pid: None,
+                guard: Some(PathBuf::from(OURSELVES)),
             });
             Ok(Done::Preflight(PreflightListing(findings)))
         })

@@ -9,8 +9,8 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use super::bench;
+use super::findings::PreflightListing;
 use super::images::{ImageListing, Inspection, JobListing};
-use super::preflight::PreflightListing;
 use super::supervise::{NotifyOutcome, StatusListing};
 use super::tidy::{RecoveredListing, UpkeepListing};
 use super::units::{size, sizes, whole};
@@ -186,6 +186,7 @@ impl RunReport {
             Done::Preflight(listing) => {
                 report.job = Some(listing.0.job.clone());
                 report.cause = listing.failures();
+                report.targets.clone_from(&listing.0.targets);
                 Body::Preflight(listing)
             }
             Done::Status(listing) => {

@@ -606,26 +606,57 @@ fn of_error(subject: &Subject, error: &StoreError) -> Check {
         StoreError::GaveUp { source, .. } => source,
         error => error,
     };
-    let advice = match refusal {
-        StoreError::Locked { .. } => "`gc` and `prune` remove it when its lock has ended",
-        StoreError::Refused { advice, .. } => advice.trim_start_matches("; "),
-        _ if found.contains("certificate") => {
-            "set AWS_CA_BUNDLE to the file of the authority that signed the store's certificate"
-        }
-        StoreError::Transient { .. } => {
-            "see store.endpoint, the network on the way there, and HTTPS_PROXY"
-        }
+    let own = match refusal {
+        StoreError::Refused { advice, .. } => advice.as_str(),
         _ => "",
     };
-    let found = match advice {
+    let found = match own {
         "" => found,
-        advice => found.replace(&format!("; {advice}"), ""),
+        own => found.replace(own, ""),
     };
-    let mend = match advice {
-        "" => subject.mend,
-        advice => advice,
+    let mend = match refusal {
+        StoreError::Locked { .. } => "`gc` and `prune` remove it when its lock has ended",
+        // Of the rights to the store's own key only its words tell.
+        _ if found.contains("kms:") => {
+            "grant kms:GenerateDataKey and kms:Decrypt for the key that the bucket or store.sse names"
+        }
+        StoreError::Transient { .. } => advice_on_the_way(&found),
+        _ if own.is_empty() => subject.mend,
+        _ => own.trim_start_matches("; "),
     };
     subject.wrong_to_mend(found, mend)
+}
+
+/// What helps where no answer came.
+fn advice_on_the_way(found: &str) -> &'static str {
+    // As the layers below put it, and ours.
+    const KNOWN: [(&str, &str); 5] = [
+        (
+            "UnknownIssuer",
+            "set store.ca_bundle (or AWS_CA_BUNDLE) to the file of the authority that signed the certificate: the store's, or that of a proxy that looks into TLS",
+        ),
+        (
+            "certificate",
+            "see the certificate that is shown at store.endpoint, and store.ca_bundle (or AWS_CA_BUNDLE)",
+        ),
+        (
+            "proxy authorization required",
+            "give the proxy a user and a password (HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT), or go without it: store.no_proxy (NO_PROXY), store.proxy = \"none\"",
+        ),
+        (
+            "tunnel error",
+            "the proxy (store.proxy, HTTPS_PROXY) does not let us through to store.endpoint: have it allowed there, or go without it: store.no_proxy (NO_PROXY), store.proxy = \"none\"",
+        ),
+        (
+            "store.path_style = true",
+            "set store.path_style = true, or see store.endpoint",
+        ),
+    ];
+    let known = KNOWN.iter().find(|(words, _)| found.contains(words));
+    known.map_or(
+        "see store.endpoint, the network on the way there, and whether a proxy is in the way or is missing: store.proxy (HTTPS_PROXY), store.no_proxy",
+        |(_, advice)| *advice,
+    )
 }
 
 fn is_listed(listed: &[Listed], key: &Key) -> bool {

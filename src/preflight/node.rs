@@ -12,18 +12,31 @@ use rustix::fs::{Access, access, statvfs};
 use rustix::process::{Resource, getrlimit, getuid};
 
 use super::{Check, State, Subject};
-use crate::checkpoint::plan;
+use crate::checkpoint::{plan, saves_whole_trees};
 use crate::config::{Config, Environment};
 use crate::driver::{ApiVersion, Driver, ProcessState};
 use crate::error::one_line;
+use crate::host::Criu;
 use crate::journal;
 use crate::target::{Target, descendants};
 
 const DRIVER: Subject = Subject {
     name: "node.driver",
-    why: "GPU memory is got at through the CUDA driver's custom storage, which drivers have from API 13.4 on",
+    why: "GPU memory is got at through the CUDA driver: its custom storage, from API 13.4 on, or host memory and CRIU, from driver 570 on",
     gravity: State::Failed,
     mend: "update the NVIDIA driver; in a container, have its libcuda mounted (NVIDIA container toolkit)",
+};
+const CRIU: Subject = Subject {
+    name: "node.criu",
+    why: "saves are of the whole process tree (driver.mode, host.save, or a driver without custom storage), which CRIU dumps and restores",
+    gravity: State::Failed,
+    mend: "install CRIU 4.1 or newer (scripts/install-criu.sh), name it with host.criu, and run as root",
+};
+const STAGING: Subject = Subject {
+    name: "node.staging",
+    why: "without custom storage the driver copies GPU memory into host memory, where there has to be room for it",
+    gravity: State::Failed,
+    mend: "free host memory, raise the cgroup's limit, or use a driver with API 13.4",
 };
 const MODE: Subject = Subject {
     name: "node.gpu-mode",
@@ -90,7 +103,11 @@ impl Node {
                 return node;
             }
         };
-        node.checks.push(of_driver(&driver));
+        let whole = saves_whole_trees(config);
+        node.checks.push(of_driver(&driver, whole));
+        if whole {
+            node.checks.push(of_criu(config));
+        }
         node.checks.push(gpu_mode());
         node.checks.push(host_memory(config, &driver));
         let all: u64 = driver.devices().iter().map(|gpu| gpu.memory_len).sum();
@@ -100,6 +117,9 @@ impl Node {
             if let Some(used) = used(&driver) {
                 node.to_save = Some((used, true));
             }
+        }
+        if let (true, Some((bytes, true))) = (whole, node.to_save) {
+            node.checks.push(staging(bytes));
         }
         node.checks
             .extend(spill(config, node.to_save.map_or(0, |(bytes, _)| bytes)));
@@ -145,7 +165,31 @@ fn state_dir(config: &Config) -> Check {
     }
 }
 
-fn of_driver(driver: &Driver) -> Check {
+fn of_criu(config: &Config) -> Check {
+    let found = Criu::find(&config.host).and_then(|criu| criu.check().map(|()| criu.version));
+    match found {
+        Ok(version) => CRIU.ok(format!("CRIU {version}, and it can work here")),
+        Err(error) => CRIU.wrong(one_line(&error)),
+    }
+}
+
+fn staging(needed: u64) -> Check {
+    let mib = |bytes: u64| bytes >> 20;
+    let found = format!("{} MiB of GPU memory are in use", mib(needed));
+    match Environment::read().memory_available {
+        Some(available) if available < needed => STAGING.wrong(format!(
+            "{found}, and {} MiB of host memory are left by the system and the cgroup",
+            mib(available)
+        )),
+        Some(available) => STAGING.ok(format!(
+            "{found}, {} MiB of host memory are left",
+            mib(available)
+        )),
+        None => STAGING.ok(found),
+    }
+}
+
+fn of_driver(driver: &Driver, whole: bool) -> Check {
     let names: Vec<&str> = driver
         .devices()
         .iter()
@@ -166,6 +210,10 @@ fn of_driver(driver: &Driver) -> Check {
             found,
             "give this process GPUs (CUDA_VISIBLE_DEVICES, the container's devices)",
         ),
+        _ if whole => match driver.require_checkpoint() {
+            Ok(()) => DRIVER.ok(format!("{found}; staged through host memory")),
+            Err(error) => DRIVER.wrong(format!("{}; {found}", one_line(&error))),
+        },
         Ok(()) => DRIVER.ok(format!("{found}; custom storage")),
         Err(error) => DRIVER.wrong(format!("{}; {found}", one_line(&error))),
     }

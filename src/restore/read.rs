@@ -15,7 +15,7 @@ use crate::driver::{BufferPool, Driver, DriverError, GpuUuid};
 use crate::error::{ExitCode, Failure, Phase, TargetState};
 use crate::image::{Image, ImageError, ImageRef, Stored, image_id};
 use crate::job_log::JobLog;
-use crate::manifest::{HOST, read_back_key};
+use crate::manifest::{FrameTable, HOST, read_back_key};
 use crate::outcome::{Bytes, LaneOutcome, Outcome, PhaseSeconds};
 use crate::phases::PhaseClock;
 use crate::pipeline::{self, Destination, LoadLane, LoadResources, Loaded, PipelineError};
@@ -232,7 +232,7 @@ pub(super) fn reads_only(failure: Failure) -> Failure {
 
 /// Why an image could not be read through.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum LoadFailed {
+pub(crate) enum LoadFailed {
     #[error("the image does not verify")]
     Pipeline(#[from] PipelineError),
     #[error("the image cannot be read within the memory budget")]
@@ -276,6 +276,36 @@ pub(super) fn load_nowhere(session: &Session, image: &Image) -> Result<Loaded, L
         Err(_) if session.cancel.is_cancelled() => Err(Interrupted.into()),
         outcome => Ok(outcome?),
     }
+}
+
+/// The same for one object without an image.
+pub(crate) fn read_object(
+    session: &Session,
+    key: &Key,
+    etag: Option<String>,
+    table: &FrameTable,
+) -> Result<(), LoadFailed> {
+    let shape = plan::LoadLane {
+        raw_len: table.raw_len,
+        chunk_len: table.chunk_len,
+        frame_len_max: table.frame_len_max(),
+        frames_len: table.frames_len(),
+    };
+    let plan = plan_load(&[shape], &load_settings(session))?;
+    let chunk_len = usize::try_from(table.chunk_len).unwrap_or(usize::MAX);
+    let lane = LoadLane {
+        key: key.clone(),
+        etag,
+        table,
+        raw_len: table.raw_len,
+        chunk_len: table.chunk_len,
+        ring: pool(plan.ring_chunks, chunk_len, None)?,
+        meter: LaneMeter::new("object", table.raw_len),
+    };
+    let store = Arc::clone(&session.store) as Arc<dyn Store>;
+    let resources = resources(session, &plan, store, session.cancel.clone(), None)?;
+    pipeline::load(&[lane], resources, Destination::Nowhere)?;
+    Ok(())
 }
 
 /// Which of an image's objects are read.

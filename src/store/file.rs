@@ -9,7 +9,7 @@
 //! | after it | the whole object: its bytes were synced before it was named, its name before the call returned |
 //!
 //! An object gets its name by `link`, which never replaces what stands there, or where a file system has no hard links by a rename that does not either. What was written is dropped from the page cache once it is
-//! synced, so that whoever reads it back reads the disk. The length of an object says nothing about its bytes and no checksum is kept beside it: [`Store::head`] names none, and who needs to know reads.
+//! synced, so that whoever reads it back reads the disk. No symbolic link below the root is followed. The length of an object says nothing about its bytes and no checksum is kept beside it: [`Store::head`] names none, and who needs to know reads.
 
 mod layout;
 mod names;
@@ -37,7 +37,9 @@ use super::{
 };
 use crate::codec::Crc64;
 use layout::{Placed, Upload, bring_near, join, named_parts};
-use names::{Doing, entries, in_directory, make_directories, name_once, sync_directory};
+use names::{
+    Doing, entries, in_directory, make_directories, must_not_be_linked, name_once, sync_directory,
+};
 
 /// Directory below the root for what is not an object yet. No job can have this name.
 pub const UPLOADS: &str = ".uploads~";
@@ -270,6 +272,9 @@ impl FileStore {
                 key: own.as_str(),
                 setting: disk.setting,
             };
+            for path in [disk.root.join(UPLOADS), disk.path(&own)] {
+                must_not_be_linked(&disk.root, &path, doing)?;
+            }
             work(&disk, doing)
         });
         let failed = |what: String, source: Option<tokio::task::JoinError>| StoreError::Transient {
@@ -806,6 +811,8 @@ impl Store for FileStore {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use rustix::fs::fstatfs;
     use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
@@ -954,6 +961,45 @@ mod tests {
         assert_eq!(mode & 0o777, 0o600);
         store.delete(&here).await.unwrap();
         assert!(!root.path().join("job").exists() && root.path().exists());
+    }
+
+    #[tokio::test]
+    async fn no_link_below_the_root_is_followed() {
+        let (root, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        fs::write(outside.path().join("object"), b"theirs").unwrap();
+        let link = |to: &Path, name: &str| symlink(to, root.path().join(name)).unwrap();
+        link(outside.path(), "job");
+        link(&outside.path().join("object"), "object");
+        // The root itself may be reached by one.
+        link(root.path(), "root");
+        let store = FileStore::open(&root.path().join("root")).unwrap();
+        let is_refused = |error: StoreError| {
+            let told = matches!(&error, StoreError::Refused { code, .. } if code.contains("symbolic link"));
+            assert!(told, "{error:?}");
+        };
+        for name in ["job/object", "object", "job/new"] {
+            let here = key(name);
+            is_refused(store.get(&here, 100).await.unwrap_err());
+            is_refused(store.head(&here).await.unwrap_err());
+            is_refused(store.delete(&here).await.unwrap_err());
+            let put = store.put_if_absent(&here, Bytes::from_static(b"ours"));
+            is_refused(put.await.unwrap_err());
+            is_refused(store.begin_upload(&here).await.unwrap_err());
+        }
+        assert_eq!(store.list("").await.unwrap(), []);
+        is_refused(store.list("job/").await.unwrap_err());
+        let kept = fs::read(outside.path().join("object")).unwrap();
+        assert_eq!(
+            (kept.as_slice(), files(outside.path()).len()),
+            (&b"theirs"[..], 1)
+        );
+        let other = tempfile::tempdir().unwrap();
+        symlink(outside.path(), other.path().join(UPLOADS)).unwrap();
+        let store = FileStore::open(other.path()).unwrap();
+        let here = key("a/b");
+        let put = store.put_if_absent(&here, Bytes::from_static(b"ours"));
+        is_refused(put.await.unwrap_err());
+        assert_eq!(files(outside.path()).len(), 1);
     }
 
     #[test]

@@ -12,6 +12,8 @@ mod config;
 mod crash;
 /// Images that are not what was saved.
 mod damage;
+/// A rehearsal: the target locked and let go, a small image there and back.
+mod drill;
 /// What becomes of a target when the store fails after BEGIN.
 mod fallback;
 /// Driver calls that fail.
@@ -24,6 +26,8 @@ mod golden;
 mod matrix;
 /// The memory budget, held against what the kernel counts.
 mod memory;
+/// What is said of errors, word for word.
+mod messages;
 /// Notices of pre-emption, from every source.
 mod notices;
 /// The order of events, as the driver and the store see it.
@@ -40,6 +44,8 @@ mod run;
 mod simulator;
 /// The second place of a save, and the way from there into the store.
 mod spill;
+/// Single cases of stores and the way to them.
+mod store_cases;
 /// The promises of a store, against every kind of store that there is.
 mod store_contract;
 /// Our objects through other people's tools.
@@ -52,4 +58,7 @@ mod tidy;
 mod timeline;
 /// Attempts that came to nothing, and images that are old.
 mod upkeep;
+/// TLS and proxies on the way to the store.
+mod way;
+/// Whole process trees, with a real CRIU.
 mod whole;

@@ -8,7 +8,7 @@ use super::support::scene::{Scene, cause};
 use super::support::{Ckptstream, Run, S3Server};
 
 /// Its checks that are not as they should be: `state name`.
-fn wrong(run: &Run) -> Vec<String> {
+pub(crate) fn wrong(run: &Run) -> Vec<String> {
     let checks = run.report["checks"].as_array().cloned().unwrap_or_default();
     let wrong = checks.iter().filter(|check| check["state"] != "ok");
     wrong
@@ -21,7 +21,7 @@ fn word(value: &Value) -> &str {
 }
 
 /// What was found and what mends it, of a check.
-fn told(run: &Run, name: &str) -> String {
+pub(crate) fn told(run: &Run, name: &str) -> String {
     let checks = run.report["checks"].as_array().cloned().unwrap_or_default();
     let check = checks.iter().find(|check| check["name"] == name);
     let check = check.unwrap_or_else(|| panic!("no {name}: {run:?}"));

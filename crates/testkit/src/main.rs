@@ -1,4 +1,4 @@
-//! What ckptstream is tested with, in one binary: `testkit s3` serves S3 and `testkit metadata` what clouds tell their machines, both with scripted faults; `testkit target` is a training job.
+//! What ckptstream is tested with, in one binary: `testkit s3` serves S3 and `testkit metadata` what clouds tell their machines, both with scripted faults; `testkit proxy` and `testkit tls` stand on the way there; `testkit target` is a training job.
 //!
 //! In: a command line. Out: a ready line on standard output, then the subcommand's own work until it is told to stop.
 //! The binary never links libcuda; only `testkit target` looks for it, at run time.
@@ -9,11 +9,13 @@ use clap::{Parser, Subcommand};
 
 mod log;
 mod metadata;
+mod proxy;
 mod rule;
 mod s3;
 mod script;
 mod server;
 mod target;
+mod tls;
 mod units;
 
 #[derive(Parser)]
@@ -29,6 +31,10 @@ enum Command {
     S3(s3::Args),
     /// Serve the metadata of EC2, Compute Engine and Azure on a local address, with scripted faults and a request log
     Metadata(metadata::Args),
+    /// Tunnel connections (CONNECT) as a proxy on a local address, or refuse or hang, with a request log
+    Proxy(proxy::Args),
+    /// Speak TLS on a local address before a server that does not, with a certificate of an authority of its own
+    Tls(tls::Args),
     /// Run an emulated training job whose whole state lives in GPU memory
     Target(target::Args),
 }
@@ -37,6 +43,8 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::S3(args) => s3::run(args),
         Command::Metadata(args) => metadata::run(args),
+        Command::Proxy(args) => proxy::run(args),
+        Command::Tls(args) => tls::run(args),
         Command::Target(args) => target::run(&args),
     }
 }

@@ -1,6 +1,6 @@
 //! A server of the kit: listens, gives every connection to a task of its own, ends on a signal.
 //!
-//! In: an address, and what is done with a connection. Out: `listening http://ADDR:PORT` on standard output, then whatever the connections do. SIGTERM and SIGINT end it with status 0. What can fail at the start
+//! In: an address, and what is done with a connection. Out: `listening URL` on standard output, then whatever the connections do. SIGTERM and SIGINT end it with status 0. What can fail at the start
 //! is one line on standard error and status 1.
 
 use std::io::{self, Write};
@@ -79,11 +79,25 @@ where
     F: Fn(TcpStream, watch::Receiver<()>) -> Fut,
     Fut: Future<Output = ()> + Send + 'static,
 {
+    let url = |addr: SocketAddr| format!("http://{addr}");
+    serve_as(url, addr, connection).await
+}
+
+/// The same, announced by another URL.
+pub(crate) async fn serve_as<F, Fut>(
+    url: impl FnOnce(SocketAddr) -> String,
+    addr: SocketAddr,
+    connection: F,
+) -> Result<(), ServerError>
+where
+    F: Fn(TcpStream, watch::Receiver<()>) -> Fut,
+    Fut: Future<Output = ()> + Send + 'static,
+{
     let listen_error = |source| ServerError::Listen { addr, source };
     let listener = TcpListener::bind(addr).await.map_err(listen_error)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    announce(listener.local_addr().map_err(listen_error)?)?;
+    announce(&url(listener.local_addr().map_err(listen_error)?))?;
 
     let (stop, stopped) = watch::channel(());
     let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX as usize));
@@ -152,8 +166,8 @@ where
 }
 
 /// Prints the ready line.
-fn announce(addr: SocketAddr) -> Result<(), io::Error> {
+fn announce(url: &str) -> Result<(), io::Error> {
     let mut stdout = io::stdout();
-    writeln!(stdout, "listening http://{addr}")?;
+    writeln!(stdout, "listening {url}")?;
     stdout.flush()
 }

@@ -157,6 +157,36 @@ pub(super) fn sync_directory(folder: &Path, doing: Doing<'_>) -> Result<(), Stor
     opened.sync_all().map_err(|error| doing.unsynced(&error))
 }
 
+/// Refuses what a symbolic link below the root leads to: whoever could make one there must not have us read, write or remove anything elsewhere.
+pub(super) fn must_not_be_linked(
+    root: &Path,
+    path: &Path,
+    doing: Doing<'_>,
+) -> Result<(), StoreError> {
+    let mut at = root.to_owned();
+    for name in path.strip_prefix(root).into_iter().flatten() {
+        at.push(name);
+        match fs::symlink_metadata(&at) {
+            Ok(found) if found.is_symlink() => {
+                let what = format!("{} is a symbolic link, and none is followed", at.display());
+                return Err(doing.refused(what));
+            }
+            Ok(_) => {}
+            // What is not there leads nowhere.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                ) =>
+            {
+                return Ok(());
+            }
+            Err(error) => return Err(doing.failed(error)),
+        }
+    }
+    Ok(())
+}
+
 /// What is in a directory; nothing where there is none.
 pub(super) fn entries(folder: &Path, doing: Doing<'_>) -> Result<Vec<fs::DirEntry>, StoreError> {
     match fs::read_dir(folder) {

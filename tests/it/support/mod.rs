@@ -12,12 +12,14 @@ pub(crate) mod s3_server;
 pub(crate) mod scene;
 pub(crate) mod supervised;
 pub(crate) mod target;
+pub(crate) mod way;
 
 pub(crate) use ckptstream::{Ckptstream, Run};
 pub(crate) use metadata_server::MetadataServer;
 pub(crate) use node::Node;
 pub(crate) use s3_server::S3Server;
 pub(crate) use target::{Target, step_of};
+pub(crate) use way::{Proxy, TlsFront};
 
 /// The XXH3-128 of bytes as 32 hex digits, as [`Target`] prints it of all its GPU memory, GPU after GPU.
 pub(crate) fn digest(bytes: &[u8]) -> String {

@@ -1,4 +1,4 @@
-//! `preflight`: one line per check, and what mends those that are not as they should be.
+//! `preflight` and `drill`: one line per check, and what mends those that are not as they should be.
 //!
 //! In: what the library found. Out: a listing for the report. Nothing here can fail.
 
@@ -13,7 +13,7 @@ use crate::preflight::{Findings, State};
 pub(super) struct PreflightListing(pub(super) Findings);
 
 impl PreflightListing {
-    /// 3 when a save would fail.
+    /// 3 when a save would fail, 12 when a drill left its target locked.
     pub(super) fn code(&self) -> ExitCode {
         self.0.code()
     }

@@ -1,0 +1,140 @@
+//! Single cases of what goes wrong between a client and a store (tests/s3-cases.tsv) that no other subject has.
+
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Value, json};
+
+use super::preflight::{told as told_of, wrong};
+use super::support::scene::{Scene, cause, told};
+
+/// A save and a restore into the very process, which computes on; both commands must end with 0.
+fn there_and_back(scene: &Scene, driver: &str, config: &str) {
+    let mut target = scene.target();
+    target.wait_for("step 2 ");
+    for command in ["checkpoint", "restore"] {
+        let saver = scene.saver_with("job", driver, config).unhurried();
+        let run = saver.cli.run(&format!("{command} --pid {}", target.pid()));
+        assert_eq!(run.code, 0, "{command}: {run:?}");
+    }
+    scene.must_compute_on(&mut target);
+    scene.must_have_computed_rightly(target);
+}
+
+fn struck(scene: &Scene) -> usize {
+    let requests = scene.server.all_requests();
+    requests.iter().filter(|it| !it["fault"].is_null()).count()
+}
+
+/// A part is sent when all of it is there, however long its bytes take; and one that the server gave up on is sent again.
+#[test]
+fn a_server_that_gives_up_on_silent_bodies_is_no_obstacle_to_slow_copies() {
+    let scene = Scene::new(&["--close-idle", "500ms"]);
+    let gave_up = json!({"status": 400, "code": "RequestTimeout"});
+    scene
+        .server
+        .set_rules(&json!([{"op": "UploadPart", "nth": 1, "action": gave_up}]));
+    there_and_back(&scene, "d2h=2MiB", "");
+    assert_eq!(struck(&scene), 1);
+}
+
+#[test]
+fn a_server_that_drops_idle_connections_is_no_obstacle_to_slow_restores() {
+    let scene = Scene::new(&["--close-idle", "300ms"]);
+    there_and_back(&scene, "h2d=2MiB", "");
+}
+
+#[test]
+fn a_store_that_is_overrun_for_a_while_slows_a_save_and_no_more() {
+    let scene = Scene::new(&[]);
+    let overrun = json!({"status": 503, "code": "SlowDown"});
+    scene.server.set_rules(&json!([
+        {"op": "*", "from": 2, "times": 6, "action": overrun},
+        {"op": "*", "every": 3, "action": overrun},
+    ]));
+    there_and_back(&scene, "", "");
+    assert!(struck(&scene) > 6);
+}
+
+#[test]
+fn one_part_in_four_that_is_reset_costs_nothing_but_time() {
+    let scene = Scene::new(&["--min-part", "1KiB"]);
+    let reset = |every: u32, bytes: u32| json!({"op": "UploadPart", "every": every, "action": {"wire": "reset-after", "bytes": bytes}});
+    scene
+        .server
+        .set_rules(&json!([reset(4, 1_000), reset(7, 40_000)]));
+    // Nothing is compressed away, so that there is something to be reset.
+    there_and_back(&scene, "", "[compression]\nmode = \"none\"\n");
+    let parts = scene.server.requests("UploadPart");
+    assert!(!parts.is_empty());
+}
+
+/// As the store tells the time.
+#[test]
+fn a_clock_that_differs_is_told() {
+    for (ahead, code, state) in [
+        (Duration::from_secs(20 * 60), 3, "failed store.clock"),
+        (Duration::from_secs(5 * 60), 0, "warning store.clock"),
+    ] {
+        let scene = Scene::new(&[]);
+        let date = httpdate::fmt_http_date(SystemTime::now() + ahead);
+        let rule = json!({"op": "*", "always": true, "action": {"headers": {"date": date}}});
+        scene.server.set_rules(&json!([rule]));
+        let run = scene.saver("job", "").cli.run("preflight");
+        assert!(wrong(&run).contains(&state.to_owned()), "{run:?}");
+        assert!(told_of(&run, "store.clock").contains("chrony"), "{run:?}");
+        assert_eq!(run.code, code, "{run:?}");
+    }
+}
+
+#[test]
+fn a_store_without_conditional_writes_is_refused_before_the_target_is_touched() {
+    let scene = Scene::new(&[]);
+    for action in [
+        json!({"ignore_conditions": true}),
+        json!({"status": 501, "code": "NotImplemented"}),
+    ] {
+        scene
+            .server
+            .set_rules(&json!([{"op": "PutObject", "always": true, "action": action}]));
+        let mut target = scene.target();
+        let saver = scene.saver("job", "");
+        let run = saver.cli.run(&format!("checkpoint --pid {}", target.pid()));
+        assert_eq!((run.code, told(&run)), (3, Some("running")), "{run:?}");
+        assert!(cause(&run).contains("If-None-Match"), "{run:?}");
+        assert_eq!(saver.calls("cuCheckpointProcessLock"), 0);
+        scene.must_compute_on(&mut target);
+    }
+}
+
+/// Such a bucket refuses parts without a checksum, and to delete what it holds.
+#[test]
+fn a_bucket_with_object_lock_is_served_and_prune_says_what_stays() {
+    let refused = |op: &Value, header: &str, code: &str| json!({"op": op, "without_header": header, "always": true, "action": {"status": 400, "code": code}});
+    let sent = json!(["PutObject", "UploadPart"]);
+    for (config, header) in [
+        ("checksum = \"crc64nvme\"\n", "x-amz-checksum-crc64nvme"),
+        ("checksum = \"none\"\n", "content-md5"),
+    ] {
+        let scene = Scene::new(&[]);
+        scene
+            .server
+            .set_rules(&json!([refused(&sent, header, "InvalidRequest")]));
+        let mut target = scene.target();
+        target.wait_for("step 1 ");
+        for _ in 0..3 {
+            let save = format!("checkpoint --then resume --pid {}", target.pid());
+            scene.saver_with("job", "", config).cli.ok(&save);
+        }
+        let locked = json!({"status": 403, "code": "AccessDenied", "message": "Access Denied because object protected by object lock."});
+        scene
+            .server
+            .set_rules(&json!([{"op": "DeleteObject", "always": true, "action": locked}]));
+        let run = scene
+            .saver_with("job", "", config)
+            .cli
+            .run("prune --grace 0s");
+        assert_eq!(run.code, 3, "{run:?}");
+        assert!(cause(&run).contains("protected by object lock"), "{run:?}");
+        scene.saver_with("job", "", config).cli.ok("verify");
+    }
+}
