@@ -73,6 +73,16 @@ pub const RESUME: &[&str] = &[
 /// Of a drill.
 pub const DRILL: &[&str] = &["drill:locked"];
 
+/// Steps of the save of a whole tree, and of its restore, beside those that it shares with the others.
+pub const WHOLE: &[&str] = &[
+    "stage:one staged",
+    "stage:all staged",
+    "dump:begun",
+    "give-back:one has its memory",
+    "restore:tree rebuilt",
+    "restore:one has its memory",
+];
+
 /// Of a target that is put in order after its saver died.
 pub const RECOVER: &[&str] = &["recover:unlocked", "recover:dropped"];
 
@@ -148,7 +158,10 @@ impl Armed {
             _ => return None,
         };
         let count = count.parse().ok().filter(|count| *count > 0)?;
-        let known = [SAVE, SPILL, GIVE_BACK, RESUME, DRILL, RECOVER, RESTORE].concat();
+        let known = [
+            SAVE, SPILL, GIVE_BACK, RESUME, DRILL, WHOLE, RECOVER, RESTORE,
+        ]
+        .concat();
         known.contains(&point).then(|| Self {
             point: point.to_owned(),
             action,

@@ -15,6 +15,7 @@
 //! The bytes are in the tree's own host memory all the while, so until the commit every failure has a way back. The driver's own thread lives in the tree: it goes on before the driver is asked.
 
 use std::error::Error;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -326,8 +327,15 @@ fn save(
         root: &root,
         custodies: &custodies,
     };
-    let saved = save_locked(&around, clock, then, running, |clock| {
-        dump_and_commit(&around, clock, &criu, &attempt, &mut memory, expected)
+    let work = AssertUnwindSafe(|| {
+        save_locked(&around, clock, then, running, |clock| {
+            dump_and_commit(&around, clock, &criu, &attempt, &mut memory, expected)
+        })
+    });
+    let saved = catch_unwind(work).unwrap_or_else(|panic| {
+        // What is staged stays so, and is written down: `recover` gives it back.
+        let cause = PipelineError::of_story(panic.as_ref());
+        Err(around.failed(clock.phase(), cause.into()))
     });
     let code = match &saved {
         Ok(_) => ExitCode::Ok,
@@ -382,8 +390,19 @@ fn save_locked(
     failpoint::pass("lock:locked");
     clock.enter(Phase::Begin);
     let staged = stage_all(around, locked)?;
-    failpoint::pass("stage:all staged");
-    let (tree, dumped) = match dump_and_commit(clock) {
+    let done = catch_unwind(AssertUnwindSafe(|| {
+        failpoint::pass("stage:all staged");
+        dump_and_commit(clock)
+    }));
+    let done = done.unwrap_or_else(|panic| {
+        let code = match clock.phase() {
+            Phase::Commit => ExitCode::CommitUnknown,
+            _ => ExitCode::Lost,
+        };
+        let cause = PipelineError::of_story(panic.as_ref());
+        Err(Failure::new(code, clock.phase(), cause))
+    });
+    let (tree, dumped) = match done {
         Ok(done) => done,
         Err(failure) => return Err(give_back(around, clock, staged, failure)),
     };

@@ -89,10 +89,42 @@ fn root_of_a_tree(words: &[OsString]) -> Command {
         );
     }
     // util-linux's: it makes the session and becomes the program.
-    let mut command = Command::new("setsid");
-    command.arg("--").args(words);
+    let leader = ["setsid", "--"];
+    let inherited = inherited_files();
+    let mut command = match inherited.is_empty() {
+        true => {
+            let mut command = Command::new(leader[0]);
+            command.arg(leader[1]);
+            command
+        }
+        false => {
+            let mut command = Command::new("bash");
+            command.args(["-c", CLOSING, "bash", &inherited.join(" ")]);
+            command.args(leader);
+            command
+        }
+    };
+    command.args(words);
     with_reopened_streams(&mut command);
     command
+}
+
+/// Closes the files that its first argument names by number, and becomes the rest.
+const CLOSING: &str = r#"for fd in $1; do exec {fd}>&-; done; shift; exec "$@""#;
+
+/// Numbers of files beyond the standard streams that whoever started us has left open: they are of another mount namespace, and a tree that has one cannot be dumped.
+fn inherited_files() -> Vec<String> {
+    let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
+    let numbers = open.flatten().filter_map(|entry| {
+        let number = entry.file_name().into_string().ok()?;
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}")).ok()?;
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
+        let flags = u32::from_str_radix(flags.trim(), 8).ok()?;
+        let is_inherited = flags & OFlags::CLOEXEC.bits() == 0;
+        let is_a_stream = matches!(number.as_str(), "0" | "1" | "2");
+        (is_inherited && !is_a_stream).then_some(number)
+    });
+    numbers.collect()
 }
 
 /// The standard streams of what becomes a tree are files of this mount namespace.

@@ -14,6 +14,7 @@ use std::error::Error;
 use std::ffi::OsString;
 use std::io::Write;
 use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -37,6 +38,7 @@ use crate::image::{Image, Stored};
 use crate::manifest::{CaptureMode, HOST, HostFiles, ImageKind, TreeRecord};
 use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
+use crate::pipeline::PipelineError;
 use crate::session::Session;
 use crate::store::Store;
 use crate::target::{Target, descendants};
@@ -108,7 +110,16 @@ pub fn restore_tree(
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
     let chosen = read_image(session, wanted)?;
     failpoint::pass("restore:image read");
-    let done = put_back(session, &mut clock, (program, streams), &chosen);
+    let work = AssertUnwindSafe(|| put_back(session, &mut clock, (program, streams), &chosen));
+    let done = catch_unwind(work).unwrap_or_else(|panic| {
+        // Process 1 of the namespace, if there is one, has heard that nobody is left to say that the tree may stay.
+        let code = match clock.phase() {
+            Phase::Read => ExitCode::RestoreRefused,
+            _ => ExitCode::RestoreFailed,
+        };
+        let cause = PipelineError::of_story(panic.as_ref());
+        Err(Failure::new(code, clock.phase(), cause))
+    });
     if let Some(Taken { ours, pin }) = &chosen.taken {
         unpin(session, pin);
         if done.is_err() {

@@ -322,6 +322,12 @@ fn whatever_fails_before_the_commit_gives_the_tree_back() {
         tree.computes_on();
         assert_eq!(tree.scene.images("job"), [0_u64; 0], "{what}");
     }
+    for point in ["stage:all staged", "dump:begun", "land:all landed"] {
+        let panics = tree.cli("", "").dying_at(&format!("{point}=panic"));
+        let failed = done(&panics, &checkpoint);
+        assert_eq!(failed.code, 10, "{point}: {failed:?}");
+        tree.computes_on();
+    }
     // And none of it keeps the next one.
     let saved = done(&tree.cli("", ""), &checkpoint);
     assert_eq!(saved.code, 0, "{saved:?}");
