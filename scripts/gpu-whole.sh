@@ -108,7 +108,14 @@ sed 's/^/  /' "$DIR/timed.log"
 say "  runs again: $SECONDS_TAKEN s"
 say "  the last step before: $BEFORE"
 HELD=$(sed -n 's/^target *pid \([0-9]*\) running$/\1/p' "$DIR/timed.log")
-LAST=$((${BEFORE#step } + 2))
+LAST=$(($(printf '%s' "$BEFORE" | cut -d' ' -f2) + 2))
+wait_for_line "$DIR/held.log" "^step $LAST " "$HELD" 120 >"$DIR/later"
+kill -KILL "$HELD"
+hold undisturbed
+wait_for_line "$DIR/undisturbed.log" "^step $LAST " "$HELD" 120 >"$DIR/expected"
+kill -KILL "$HELD"
+cmp "$DIR/later" "$DIR/expected" || fail "the restored process computes other digests"
+say "  it computes on, as a process that nobody disturbed does: $(cat "$DIR/later")"
 
 if [ -n "${S5CMD:-}" ]; then
     say ""
