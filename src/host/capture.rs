@@ -344,3 +344,186 @@ impl Taking<'_, '_> {
         Ok(self.position)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::io::{IoSlice, Write};
+    use std::mem::MaybeUninit;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use bytes::Bytes;
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+    use crate::codec::{Decoder, Encoder, FilterChoice, Settings, frame_bound};
+    use crate::driver::BufferPool;
+    use crate::manifest::FrameTable;
+    use crate::pipeline::{Origin, SaveLane, SaveResources, save};
+    use crate::progress::{LaneMeter, Meter};
+    use crate::store::memory::MemoryStore;
+    use crate::store::{Key, Store};
+
+    const CHUNK_LEN: usize = 256 << 10;
+    const PART_LEN: usize = 1 << 20;
+
+    /// What CRIU does: says a file's name, and sends the other end of a pipe.
+    fn opened(socket: &UnixStream, name: &str) -> std::fs::File {
+        let mut message = vec![0x0a, u8::try_from(name.len()).unwrap()];
+        message.extend(name.as_bytes());
+        let len = u32::try_from(message.len()).unwrap();
+        let mut socket = socket;
+        socket.write_all(&len.to_le_bytes()).unwrap();
+        socket.write_all(&message).unwrap();
+        let (theirs, ours) = rustix::pipe::pipe().unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let sent = [theirs.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&sent)));
+        let byte = [IoSlice::new(&[0])];
+        sendmsg(socket, &byte, &mut control, SendFlags::empty()).unwrap();
+        std::fs::File::from(ours)
+    }
+
+    fn bytes(seed: u64, len: usize) -> Vec<u8> {
+        let mut random = fastrand::Rng::with_seed(seed);
+        (0..len).map(|_| random.u8(..)).collect()
+    }
+
+    /// Saves what `criu` writes with a ring of so many chunks; the files as they come back.
+    fn taken(
+        ring_chunks: usize,
+        criu: impl FnOnce(UnixStream) + Send + 'static,
+    ) -> Result<Vec<(String, Vec<u8>)>, PipelineError> {
+        let dir = tempfile::tempdir().unwrap();
+        let watch = Arc::new(Watch::default());
+        let (files_out, files_in) = mpsc::channel();
+        let capture = Capture::listen(dir.path(), Arc::clone(&watch), files_out).unwrap();
+        let socket = UnixStream::connect(dir.path().join(CAPTURE_SOCKET)).unwrap();
+        let writing = std::thread::spawn(move || criu(socket));
+
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let store = Arc::new(MemoryStore::new());
+        let key = Key::new("job/object").unwrap();
+        let settings = Settings {
+            filter: FilterChoice::None,
+            ..Settings::default()
+        };
+        let lane = SaveLane {
+            origin: Origin::Source(Box::new(capture)),
+            ring: BufferPool::new(ring_chunks, CHUNK_LEN, None).unwrap(),
+            table: FrameTable::new(0, CHUNK_LEN as u64),
+            upload: runtime.block_on(store.begin_upload(&key)).unwrap(),
+            key: key.clone(),
+            witness: None,
+            meter: LaneMeter::new("host", 0),
+        };
+        let resources = SaveResources {
+            store: Arc::clone(&store) as _,
+            runtime: runtime.handle().clone(),
+            chunk_len: CHUNK_LEN as u64,
+            frame_buffers: BufferPool::new(4, frame_bound(CHUNK_LEN), None).unwrap(),
+            part_len: PART_LEN,
+            pack_buffers: BufferPool::new(4, 1 << 20, None).unwrap(),
+            parallelism: 2,
+            meter: Meter::new(),
+        };
+        let mut encoders = [
+            Encoder::new(settings).unwrap(),
+            Encoder::new(settings).unwrap(),
+        ];
+        let saved = save(vec![lane], &mut encoders, resources);
+        writing.join().unwrap();
+        let lane = saved?.lanes.remove(0);
+        let files = files_in.recv_timeout(Duration::from_secs(20)).unwrap();
+        let completed = store.complete_upload(
+            &key,
+            &lane.upload,
+            &lane.parts,
+            lane.len,
+            lane.crc64.value(),
+        );
+        runtime.block_on(completed).unwrap();
+        let limit = usize::try_from(lane.len).unwrap();
+        let object: Bytes = runtime.block_on(store.get(&key, limit)).unwrap().unwrap();
+        let mut decoder = Decoder::new().unwrap();
+        let at = |offset: u64| usize::try_from(offset).unwrap();
+        let mut raw = Vec::new();
+        for frame in lane.table.entries() {
+            let place = frame.bytes();
+            let stored = &object[at(place.start)..at(place.end)];
+            let mut chunk = vec![0; frame.raw_len as usize];
+            let decoded = decoder.decode(stored, frame.filter, frame.digest, &mut chunk);
+            decoded.unwrap();
+            raw.extend(chunk);
+        }
+        assert_eq!(raw.len() as u64, lane.table.raw_len);
+        let file = |file: &HostFile| {
+            let runs = file.runs.iter();
+            let runs = runs.map(|run| &raw[at(run.offset)..at(run.offset + run.len)]);
+            (file.name.clone(), runs.collect::<Vec<_>>().concat())
+        };
+        Ok(files.files.iter().map(file).collect())
+    }
+
+    #[test]
+    fn files_of_any_length_that_are_written_side_by_side_come_back() {
+        let lens = [
+            0,
+            1,
+            LONG_FROM - 1,
+            LONG_FROM,
+            CHUNK_LEN - 1,
+            CHUNK_LEN,
+            CHUNK_LEN + 1,
+            3 * CHUNK_LEN + 7,
+            5 * CHUNK_LEN,
+        ];
+        let written: Vec<(String, Vec<u8>)> = lens
+            .iter()
+            .enumerate()
+            .map(|(index, len)| (format!("file-{index}.img"), bytes(index as u64, *len)))
+            .collect();
+        // Four chunks are the least: there is one long file at a time then.
+        for ring_chunks in [4, 9] {
+            let files = written.clone();
+            let found = taken(ring_chunks, move |socket| {
+                let mut open: Vec<(std::fs::File, &[u8])> = files
+                    .iter()
+                    .map(|(name, bytes)| (opened(&socket, name), bytes.as_slice()))
+                    .collect();
+                let mut random = fastrand::Rng::with_seed(ring_chunks as u64);
+                while !open.is_empty() {
+                    let at = random.usize(..open.len());
+                    let (pipe, rest) = &mut open[at];
+                    let (now, later) = rest.split_at(rest.len().min(random.usize(1..100_000)));
+                    pipe.write_all(now).unwrap();
+                    *rest = later;
+                    if rest.is_empty() {
+                        drop(open.swap_remove(at));
+                    }
+                }
+            });
+            assert!(found.unwrap() == written, "{ring_chunks} chunks");
+        }
+    }
+
+    #[test]
+    fn a_file_that_comes_twice_and_words_that_are_none_break_it_off() {
+        let twice = taken(4, |socket| {
+            let _first = opened(&socket, "pages-1.img");
+            let _again = opened(&socket, "pages-1.img");
+        });
+        let Err(PipelineError::Source(error)) = twice else {
+            panic!("{twice:?}");
+        };
+        assert!(error.to_string().contains("twice"), "{error}");
+        let nonsense = taken(4, |mut socket| {
+            let _taken = socket.write_all(&[3, 0, 0, 0, 1, 2, 3]);
+        });
+        assert!(matches!(nonsense, Err(PipelineError::Source(_))));
+    }
+}

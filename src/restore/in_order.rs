@@ -8,14 +8,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use crossbeam_channel::{Receiver, bounded};
 use futures::{StreamExt, TryStreamExt, stream};
+use tokio_util::sync::CancellationToken;
 
 use super::read::LoadFailed;
 use crate::codec::Decoder;
 use crate::image::Stored;
-use crate::manifest::FrameEntry;
+use crate::manifest::{ExtentRecord, FrameEntry};
 use crate::pipeline::PipelineError;
-use crate::plan::{Chunks, FetchGroup, fetch_groups};
+use crate::plan::{FetchGroup, fetch_groups};
 use crate::session::Session;
 use crate::store::{Key, Store};
 
@@ -109,11 +111,39 @@ pub(super) fn write_in_order(
         .try_flatten()
         .map_ok(decode)
         .try_buffered(ahead.batches);
-    let mut decoded = Box::pin(decoded);
-    let mut position = Chunks::new(extent.raw_len, extent.chunk_len)
-        .range(first as u64)
-        .start;
-    while let Some(next) = session.wait(decoded.next()) {
+    let stop = CancellationToken::new();
+    let (decoded_out, decoded_in) = bounded(ahead.batches);
+    // Fetching goes on while the writer is waited for, which it would not on this thread.
+    std::thread::scope(|scope| {
+        let (span, stopped) = (tracing::Span::current(), stop.clone());
+        let fetching = std::thread::Builder::new().name("read ahead".to_owned());
+        let started = fetching.spawn_scoped(scope, move || {
+            let _named = span.entered();
+            let mut decoded = Box::pin(decoded);
+            while let Some(Some(next)) = session.wait(stopped.run_until_cancelled(decoded.next())) {
+                let is_the_end = next.is_err();
+                if decoded_out.send(next).is_err() || is_the_end {
+                    return;
+                }
+            }
+        });
+        started?;
+        let written = write_all(decoded_in, extent, raw, out);
+        stop.cancel();
+        written
+    })
+}
+
+/// Writes what comes, from the start of the chunk with the first of these bytes on: these bytes alone.
+fn write_all(
+    decoded: Receiver<Result<Vec<u8>, InOrderError>>,
+    extent: &ExtentRecord,
+    raw: Range<u64>,
+    out: &mut dyn Write,
+) -> Result<(), InOrderError> {
+    let at = |len: u64| usize::try_from(len).unwrap_or(usize::MAX);
+    let mut position = raw.start / extent.chunk_len * extent.chunk_len;
+    for next in decoded {
         let bytes = next?;
         let end = position + bytes.len() as u64;
         let cut = |edge: u64| at(edge.clamp(position, end) - position);
