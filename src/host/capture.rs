@@ -95,13 +95,21 @@ fn broken(error: StreamError) -> PipelineError {
     PipelineError::Source(Box::new(error))
 }
 
+/// Long files that may have a chunk of their own at once, in a ring of so many chunks. The rest is for the shared chunk, the chunks under way, and what parts hold.
+fn long_max(ring_len: usize) -> usize {
+    (ring_len / 4).max(1)
+}
+
 impl Source for Capture {
+    fn holds(&self, ring_len: usize) -> usize {
+        long_max(ring_len) + 1
+    }
+
     fn run(self: Box<Self>, out: &mut SourceOut<'_>) -> Result<u64, PipelineError> {
         let peer = self.accept(out)?;
         let chunk_len = out.chunk_len();
         let mut taking = Taking {
-            // The rest of the ring is for the chunks under way, and the shared one.
-            long_max: (out.ring_len() / 2).saturating_sub(1),
+            long_max: long_max(out.ring_len()),
             out,
             watch: &self.watch,
             chunk_len,

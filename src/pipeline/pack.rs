@@ -10,7 +10,7 @@
 //!
 //! However long the store holds parts, and whatever the lanes' frames look like, every wait is for something that comes:
 //!
-//! - **A chunk buffer** (copy threads). Loans leave two of each ring. Those are under a copy, or in the channel, or with a compressor, or hold a raw frame that came too early. None of
+//! - **A chunk buffer** (copy threads). Loans leave two of each ring, and beside them as many as a source of bytes keeps for itself. The two are under a copy, or in the channel, or with a compressor, or hold a raw frame that came too early. None of
 //!   these waits for the ring.
 //! - **A frame buffer** (compressors, one each, *before* they take a chunk). Loans leave one more than there are compressors. Those are with compressors or hold a frame that came too early. Such a frame waits for an
 //!   older chunk of its lane, and because a lane's chunks are handed out in order, a compressor has that one, with a frame buffer: it never waits for one.
@@ -104,14 +104,19 @@ const LEND_FROM_SHARE: usize = 4;
 const CHUNKS_KEPT: usize = 2;
 
 impl Packing {
-    /// The packing of a lane; all lanes share the frame buffers that `frames` lends.
-    pub(super) fn of(resources: &SaveResources, frames: &Lender, ring: &BufferPool) -> Self {
+    /// The packing of a lane, whose source keeps up to `held` chunk buffers for itself; all lanes share the frame buffers that `frames` lends.
+    pub(super) fn of(
+        resources: &SaveResources,
+        frames: &Lender,
+        ring: &BufferPool,
+        held: usize,
+    ) -> Self {
         let chunk_len = usize::try_from(resources.chunk_len).unwrap_or(usize::MAX);
         Self {
             part_len: resources.part_len,
             lend_from: chunk_len / LEND_FROM_SHARE,
             frames: frames.clone(),
-            ring: Lender::new(ring, CHUNKS_KEPT),
+            ring: Lender::new(ring, CHUNKS_KEPT + held),
             pack_buffers: resources.pack_buffers.clone(),
         }
     }

@@ -241,7 +241,11 @@ impl Work {
                 Origin::Gpu { extent, .. } => lane.table.for_extent(extent.len),
                 Origin::Source(_) => lane.table.open_ended(),
             };
-            let packing = Packing::of(resources, &frames, &lane.ring);
+            let held = match &lane.origin {
+                Origin::Gpu { .. } => 0,
+                Origin::Source(source) => source.holds(lane.ring.count()),
+            };
+            let packing = Packing::of(resources, &frames, &lane.ring, held);
             ring_loans += packing.ring.limit();
             let packer = Packer::new(index, table, packing, parts.clone());
             work.packers.push(SharedPacker::new(packer));

@@ -17,6 +17,9 @@ use crate::progress::LaneMeter;
 
 /// Where the bytes of a lane come from, if not from a GPU.
 pub trait Source: Send + std::fmt::Debug {
+    /// Chunk buffers that it may keep while it asks for another one, in a ring of so many. They are not lent to parts, which would wait for chunks that wait for them.
+    fn holds(&self, ring_len: usize) -> usize;
+
     /// Hands over chunk after chunk, each of [`SourceOut::chunk_len`] bytes but the last. Returns how many bytes there were.
     ///
     /// # Errors
