@@ -376,7 +376,8 @@ mod tests {
     use crate::store::{Key, Store};
 
     const CHUNK_LEN: usize = 256 << 10;
-    const PART_LEN: usize = 1 << 20;
+    /// The least that a store takes.
+    const PART_LEN: usize = 5 << 20;
 
     /// What CRIU does: says a file's name, and sends the other end of a pipe.
     fn opened(socket: &UnixStream, name: &str) -> std::fs::File {
@@ -435,7 +436,7 @@ mod tests {
             chunk_len: CHUNK_LEN as u64,
             frame_buffers: BufferPool::new(4, frame_bound(CHUNK_LEN), None).unwrap(),
             part_len: PART_LEN,
-            pack_buffers: BufferPool::new(4, 1 << 20, None).unwrap(),
+            pack_buffers: BufferPool::new(10, 1 << 20, None).unwrap(),
             parallelism: 2,
             meter: Meter::new(),
         };
@@ -489,6 +490,7 @@ mod tests {
             CHUNK_LEN + 1,
             3 * CHUNK_LEN + 7,
             5 * CHUNK_LEN,
+            25 * CHUNK_LEN + 3,
         ];
         let written: Vec<(String, Vec<u8>)> = lens
             .iter()
