@@ -34,6 +34,10 @@ use crate::store::{Key, PartReceipt, Store, UploadId, crc64_of_parts};
 
 /// Where a lane's bytes come from.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there are few lanes, and a box would be allocated after BEGIN"
+)]
 pub enum Origin {
     /// An extent of a GPU.
     Gpu {

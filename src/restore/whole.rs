@@ -145,7 +145,7 @@ fn put_back(
     let checked = check(session, image, streams).map_err(|cause| refused(Phase::Read, cause))?;
     failpoint::pass("restore:checked");
     let since = clock.enter(Phase::Restore);
-    let namespace = rebuild(session, image, &checked, (program, streams))
+    let mut namespace = rebuild(session, image, &checked, (program, streams))
         .map_err(|cause| refused(Phase::Restore, cause))?;
     failpoint::pass("restore:tree rebuilt");
     let (driver, pairs) = (&checked.driver, &checked.pairs);
@@ -180,8 +180,8 @@ fn put_back(
         )
     };
     match namespace.keep() {
-        Ok(tree) => Ok((outcome, tree)),
-        Err((namespace, cause)) => Err(namespace.end(failed(Phase::Unlock, cause))),
+        Ok(()) => Ok((outcome, namespace.into_tree())),
+        Err(error) => Err(namespace.end(failed(Phase::Unlock, error.into()))),
     }
 }
 
@@ -247,19 +247,20 @@ struct Namespace {
 }
 
 impl Namespace {
-    /// The tree runs, and stays.
-    fn keep(mut self) -> Result<RestoredTree, (Self, Box<dyn Error + Send + Sync>)> {
-        let told = match &mut self.child.stdin {
+    /// Says that the tree may stay.
+    fn keep(&mut self) -> std::io::Result<()> {
+        match &mut self.child.stdin {
             Some(letters) => letters.write_all(KEEP),
             None => Err(std::io::ErrorKind::BrokenPipe.into()),
-        };
-        match told {
-            Ok(()) => Ok(RestoredTree {
-                root: self.tree.root().pid,
-                init: self.init.pid,
-                child: self.child,
-            }),
-            Err(error) => Err((self, error.into())),
+        }
+    }
+
+    /// What stays.
+    fn into_tree(self) -> RestoredTree {
+        RestoredTree {
+            root: self.tree.root().pid,
+            init: self.init.pid,
+            child: self.child,
         }
     }
 

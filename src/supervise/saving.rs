@@ -53,9 +53,9 @@ impl Supervisor<'_> {
     pub(super) fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
         if self.whole {
-            let saved = self.save_tree(job, watch, Then::Suspend);
-            return saved
-                .unwrap_or_else(|(session, failure)| self.failed(&session, job, watch, failure));
+            let session = self.session.for_one_transfer(None);
+            let saved = self.save_tree(&session, job, watch, Then::Suspend);
+            return saved.unwrap_or_else(|failure| self.failed(&session, job, watch, failure));
         }
         // Another one may come meanwhile.
         let due = || self.due(notice);
@@ -103,18 +103,18 @@ impl Supervisor<'_> {
     /// One save of the job's whole tree. Nothing of it is prepared beforehand.
     fn save_tree(
         &self,
+        session: &Session,
         job: &JobProcess,
         watch: &mut Watch,
         then: Then,
-    ) -> Result<Saved, (Session, Failure)> {
-        let session = self.session.for_one_transfer(None);
-        let _follows = self.follow_notices(&session);
-        let shown = (self.show)(&session);
+    ) -> Result<Saved, Failure> {
+        let _follows = self.follow_notices(session);
+        let shown = (self.show)(session);
         let begun_at = Instant::now();
         let root = job.tree_root();
-        let saved = checkpoint::checkpoint_tree(&session, root, then, WhileSaved::TakeOver);
+        let saved = checkpoint::checkpoint_tree(session, root, then, WhileSaved::TakeOver);
         drop(shown);
-        self.count_requests(&session);
+        self.count_requests(session);
         match saved {
             Ok(outcome) => {
                 self.desk.report(|report| {
@@ -127,7 +127,7 @@ impl Supervisor<'_> {
             Err(failure) => {
                 // It may have stood still all the time.
                 watch.locked_before = Some(begun_at.elapsed().as_secs_f64());
-                Err((session, failure))
+                Err(failure)
             }
         }
     }
@@ -277,8 +277,9 @@ impl Supervisor<'_> {
         }
         self.desk.report(|report| report.doing = Doing::Saving);
         if self.whole {
-            let saved = self.save_tree(job, watch, Then::ResumeUnlessDue);
-            let saved = saved.unwrap_or_else(|(session, failure)| {
+            let session = self.session.for_one_transfer(None);
+            let saved = self.save_tree(&session, job, watch, Then::ResumeUnlessDue);
+            let saved = saved.unwrap_or_else(|failure| {
                 self.failed_in_passing(job, watch, Some((&session, job.pid)), failure)
             });
             watch.last_in_passing = Instant::now();
