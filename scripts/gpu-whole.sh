@@ -59,8 +59,9 @@ pre_empted() {
     wait "$run" || status=$?
     [ "$status" -eq 75 ] || { cat "$DIR/$name.log"; fail "$name: run ended with $status; 75 was expected"; }
     say "  SIGTERM at step $at, saved and ended after step $(grep -c '^step ' "$file"): exit 75"
+    status=0
     "$CKPTSTREAM" run --config "$job" --progress none -- python3 "$ROOT/scripts/train.py" "$STEPS" "$workers" >>"$file" 2>>"$DIR/$name.log" </dev/null || status=$?
-    grep '^done$' "$file" >/dev/null || { cat "$DIR/$name.log"; fail "$name: the second run ended with $status"; }
+    { [ "$status" -eq 0 ] && grep '^done$' "$file" >/dev/null; } || { cat "$DIR/$name.log"; fail "$name: the second run ended with $status"; }
     grep -E 'image|restored' "$DIR/$name.log" | sed 's/^/  /' || true
     "$CKPTSTREAM" list --config "$job" | sed 's/^/  /'
     if cmp <(grep '^step ' "$OUT/losses-alone.txt") <(grep '^step ' "$file"); then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A CRIU that is new enough, in a folder of the project's; prints the path of its program. The system is not touched: the package client works on lists and a cache of its own, and CRIU runs with the C library that it was built for.
+# A CRIU that is new enough, in a folder of the project's; prints the path of its program. The system is not touched, but for Debian's signing keys where they are missing: the package client works on lists and a cache of its own, and CRIU runs with the C library that it was built for.
 # A `criu` of 4.1 or newer that is installed already is used as it is. Debian 12 has 3.17, which is too old for its own newer kernels; Debian 13 has 4.1.
 #   CRIU_SUITE=trixie   release of the distribution to take it from (Debian's mirror of this system is used)
 set -euo pipefail

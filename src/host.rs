@@ -20,7 +20,7 @@ pub use criu::{Criu, CriuError, CriuRun, DumpRoot};
 pub use dir::ImagesDir;
 pub use serve::{FileSource, Serving, WriteError};
 pub use tree::ProcessTree;
-pub use wanted::{Differing, must_be_as_wanted, wanted_by};
+pub use wanted::{Differing, cut, must_be_as_wanted, wanted_by};
 pub use watch::Watch;
 pub use wire::StreamError;
 

@@ -102,6 +102,8 @@ pub enum Step {
     Stage {
         /// Root of the tree that is saved whole, which may be stopped from now on.
         root: u32,
+        /// Clock ticks between boot and its start.
+        root_start: u64,
     },
     /// The save is sealed in the spill.
     Sealed,

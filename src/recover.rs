@@ -22,6 +22,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde::Serialize;
 
 use crate::checkpoint::DYING_TIMEOUT;
@@ -284,7 +285,7 @@ impl Work<'_> {
             image: durable.image.map(image_id),
             done: "nothing",
             verdict,
-            next: next_of(code, state, staged_in(&left).is_some()),
+            next: next_of(code, state, is_staged(&left)),
             code,
         };
         match (deed, target) {
@@ -299,7 +300,7 @@ impl Work<'_> {
             },
             (Deed::Unstage, Some(target)) => self.unstage(&mut row, &target, &left),
             (Deed::Nothing, Some(target)) if self.options.end && row.next == "end-process" => {
-                end(&mut row, &target);
+                end(&mut row, &target, staged_tree(&left));
             }
             _ => {}
         }
@@ -345,13 +346,12 @@ impl Work<'_> {
     }
 
     fn unstage(&mut self, row: &mut Row, target: &Target, left: &Left) {
-        let Some(root) = staged_in(left) else { return };
         self.let_run(row, target, |driver, pid| {
-            // Its tree may have been stopped for the dump, and with it the driver's own thread. One that is gone is not stopped.
-            if let Ok(tree) = ProcessTree::look(root)
-                && let Err(error) = tree.go_on()
-            {
-                tracing::warn!("the tree of {root} may be stopped still: {error}");
+            // The tree may have been stopped for the dump, and with it the driver's own thread. Whoever is gone is not stopped.
+            let tree = staged_tree(left);
+            let went_on = tree.map_or_else(|| target.signal(Signal::CONT), |tree| tree.go_on());
+            if let Err(error) = went_on {
+                tracing::warn!("the tree of {pid} may be stopped still: {error}");
             }
             CheckpointedProcess::attach(driver, pid)?.unstage(&[])
         });
@@ -513,7 +513,13 @@ fn forget(row: &mut Row, left: Left) {
     }
 }
 
-fn end(row: &mut Row, target: &Target) {
+fn end(row: &mut Row, target: &Target, tree: Option<ProcessTree>) {
+    if let Some(Err(error)) = tree.map(|tree| tree.end(DYING_TIMEOUT)) {
+        tracing::warn!(
+            "not all of the tree of {} could be ended: {error}",
+            target.pid
+        );
+    }
     match target.kill() {
         Ok(()) if target.ends_within(DYING_TIMEOUT) => {
             row.done = "ended";
@@ -562,12 +568,20 @@ fn attempt_of(left: &Left) -> Option<(&str, u64)> {
     })
 }
 
-/// Root of the tree whose whole save has begun to copy this target's memory into its own host memory.
-fn staged_in(left: &Left) -> Option<u32> {
-    left.steps.iter().find_map(|step| match step {
-        Step::Stage { root } => Some(*root),
+/// Whether the save was a whole one, and has begun to copy this target's memory into its own host memory.
+fn is_staged(left: &Left) -> bool {
+    let is_it = |step: &Step| matches!(step, Step::Stage { .. });
+    left.steps.iter().any(is_it)
+}
+
+/// The tree of a whole save, as far as its root is still there.
+fn staged_tree(left: &Left) -> Option<ProcessTree> {
+    let (root, start) = left.steps.iter().find_map(|step| match step {
+        Step::Stage { root, root_start } => Some((*root, *root_start)),
         _ => None,
-    })
+    })?;
+    let tree = ProcessTree::look(root).ok()?;
+    (tree.root().start_time == start).then_some(tree)
 }
 
 /// The gravest of the codes says what to do, but for a suspended target that has a durable copy.
@@ -666,19 +680,19 @@ fn judge(
             (Deed::Nothing, ExitCode::Fenced, told)
         }
         (Some(Some(S::Checkpointed)), Some((ExitCode::CommittedTargetAstray, told)))
-            if staged_in(left).is_some() =>
+            if is_staged(left) =>
         {
             let told = format!("{told}, of the whole tree; this one is to be ended");
             (Deed::Nothing, ExitCode::CommittedTargetAstray, told)
         }
         (Some(Some(S::Checkpointed)), None)
-            if staged_in(left).is_some() && durable.unknown.is_some() =>
+            if is_staged(left) && durable.unknown.is_some() =>
         (
             Deed::Nothing,
             ExitCode::Preflight,
             format!("the target has its memory in host memory, and {unknown}"),
         ),
-        (Some(Some(S::Checkpointed)), None) if staged_in(left).is_some() => (
+        (Some(Some(S::Checkpointed)), None) if is_staged(left) => (
             Deed::Unstage,
             ExitCode::Ok,
             "the target had its memory in host memory, and no image came about".to_owned(),

@@ -44,7 +44,7 @@ use crate::phases::PhaseClock;
 use crate::pipeline::{self, PipelineError, Saved};
 use crate::restore;
 use crate::session::Session;
-use crate::target::{Target, descendants};
+use crate::target::{Target, TargetError, descendants, parents, pid_namespace, pid_namespace_of};
 use crate::watchdog;
 
 /// How long a dump may take when there is no deadline.
@@ -95,7 +95,8 @@ pub(super) fn checkpoint(
 struct Prepared {
     driver: Arc<Driver>,
     criu: Criu,
-    root: Target,
+    /// As it was before the lock.
+    tree: ProcessTree,
     /// The processes that use GPUs.
     members: Vec<(Custody, RunningProcess)>,
     attempt: Attempt,
@@ -126,6 +127,9 @@ fn prepare(
     if users.is_empty() {
         return Err(refused(NoGpuUser { root }.into()));
     }
+    if let Some(stray) = stray(&tree).map_err(|error| refused(error.into()))? {
+        return Err(refused(stray.into()));
+    }
     let mut others = tree.processes().iter();
     if let Some(heir) = others.find(|it| !users.contains(&it.pid) && has_inherited(it)) {
         let (pid, name) = (heir.pid, heir.name.clone());
@@ -133,7 +137,10 @@ fn prepare(
     }
     let mut members = Vec::with_capacity(users.len());
     for pid in users {
-        let custody = Custody::take(session, pid, "checkpoint").map_err(custody_failure)?;
+        let custody = match Custody::take(session, pid, "checkpoint") {
+            Ok(custody) => custody,
+            Err(error) => return Err(end_all(members, custody_failure(error))),
+        };
         let running = RunningProcess::attach(&driver, pid);
         let running = running.map_err(|error| {
             let code = match error {
@@ -170,18 +177,31 @@ fn prepare(
         Some(while_saved),
         &objects,
     );
-    match opened {
-        Ok(attempt) => Ok(Prepared {
-            driver,
-            criu,
-            root: Target::look(root).map_err(target_failure)?,
-            members,
-            attempt,
-            memory,
-            expected,
-        }),
-        Err(failure) => Err(end_all(members, failure)),
+    let attempt = match opened {
+        Ok(attempt) => attempt,
+        Err(failure) => return Err(end_all(members, failure)),
+    };
+    // `recover` looks at each member by itself, and has to know of the save for each.
+    let step = Step::Attempt {
+        attempt: attempt.nonce.clone(),
+        next_slot: attempt.next_slot,
+    };
+    let noted = members.iter().skip(1);
+    let noted = noted.map(|(custody, _)| custody.step(&step));
+    if let Err(error) = noted.collect::<Result<(), _>>() {
+        let mut failure = refused(error.into());
+        failure.attached = attempt.close(session, &[], true);
+        return Err(end_all(members, failure));
     }
+    Ok(Prepared {
+        driver,
+        criu,
+        tree,
+        members,
+        attempt,
+        memory,
+        expected,
+    })
 }
 
 /// Lets go of members that nothing was done to.
@@ -234,6 +254,32 @@ fn host_memory(
         .saturating_add(BESIDE_MEMORY))
 }
 
+/// A process beside the tree in its pid namespace, which would be ended with it: its parent has ended, and it hangs on process 1.
+fn stray(tree: &ProcessTree) -> Result<Option<Stray>, TargetError> {
+    let theirs = pid_namespace_of(tree.root().pid)?;
+    if theirs == pid_namespace()? {
+        return Ok(None);
+    }
+    let is_of_the_tree = |pid: u32| tree.processes().iter().any(|it| it.pid == pid);
+    let beside = parents().into_keys().filter(|pid| !is_of_the_tree(*pid));
+    let beside = beside.filter(|pid| pid_namespace_of(*pid).is_ok_and(|its| its == theirs));
+    let mut beside = beside.filter_map(|pid| Target::look(pid).ok());
+    let stray = beside.find(|it| it.own_pid() != 1);
+    Ok(stray.map(|it| Stray {
+        pid: it.pid,
+        name: it.name.clone(),
+    }))
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "process {pid} ({name}) of the tree's pid namespace is no part of the tree any more, because its parent has ended: it would be lost; have a parent wait for it"
+)]
+struct Stray {
+    pid: u32,
+    name: String,
+}
+
 /// Whether a process that does not use GPUs has the driver's memory mapped: it was forked from one that does.
 fn has_inherited(process: &Target) -> bool {
     let mapped = process.mapped_paths();
@@ -277,6 +323,8 @@ fn stopped(process: &Target) -> Option<super::Stopped> {
 struct Around<'a> {
     session: &'a Session,
     driver: &'a Arc<Driver>,
+    /// As it was before the lock.
+    tree: &'a ProcessTree,
     root: &'a Target,
     custodies: &'a [Custody],
 }
@@ -289,13 +337,15 @@ impl Around<'_> {
             .collect()
     }
 
-    /// A failure, with the members as they are now: 10 where all of them run.
+    /// A failure, with the members as they are now: 10 where all that there are run.
     fn failed(&self, phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
         let targets = self.targets();
-        let all_are = |state: &str| targets.iter().all(|target| target.state == state);
+        let is = |target: &TargetState, state: &str| target.state == state;
+        let all_are = |state: &str| targets.iter().all(|it| is(it, state) || is(it, "gone"));
         let code = match () {
-            () if all_are("running") => ExitCode::RolledBack,
             () if all_are("gone") => ExitCode::NothingToSave,
+            // One that ended by itself meanwhile is nobody's failure.
+            () if all_are("running") => ExitCode::RolledBack,
             () => ExitCode::Lost,
         };
         Failure {
@@ -314,7 +364,7 @@ fn save(
     let Prepared {
         driver,
         criu,
-        root,
+        tree,
         members,
         attempt,
         mut memory,
@@ -324,7 +374,8 @@ fn save(
     let around = Around {
         session,
         driver: &driver,
-        root: &root,
+        tree: &tree,
+        root: tree.root(),
         custodies: &custodies,
     };
     let work = AssertUnwindSafe(|| {
@@ -335,7 +386,15 @@ fn save(
     let saved = catch_unwind(work).unwrap_or_else(|panic| {
         // What is staged stays so, and is written down: `recover` gives it back.
         let cause = PipelineError::of_story(panic.as_ref());
-        Err(around.failed(clock.phase(), cause.into()))
+        let failure = around.failed(clock.phase(), cause.into());
+        Err(match clock.phase() {
+            // The tree is ended behind the commit alone.
+            Phase::Complete => Failure {
+                code: ExitCode::CommittedTargetAstray,
+                ..failure
+            },
+            _ => failure,
+        })
     });
     let code = match &saved {
         Ok(_) => ExitCode::Ok,
@@ -343,9 +402,10 @@ fn save(
     };
     let result = match saved {
         Ok(saved) => {
-            let targets = match then {
-                Then::Suspend => Vec::new(),
-                Then::Resume | Then::ResumeUnlessDue => around.targets(),
+            // Of a tree that was ended there is nothing to look at.
+            let targets = match saved.runs {
+                true => around.targets(),
+                false => Vec::new(),
             };
             Ok(Outcome {
                 seconds_locked: saved
@@ -373,6 +433,8 @@ fn save(
 /// A save that is committed.
 struct SavedTree {
     dumped: Dumped,
+    /// The tree goes on; else it was ended.
+    runs: bool,
     locked_at: Instant,
     free_again: Instant,
 }
@@ -426,6 +488,7 @@ fn save_locked(
     })?;
     Ok(SavedTree {
         dumped,
+        runs: is_to_run,
         locked_at,
         free_again: Instant::now(),
     })
@@ -499,6 +562,7 @@ fn stage_all(
     for (custody, process) in around.custodies.iter().zip(waiting.by_ref()) {
         if let Err(error) = custody.step(&Step::Stage {
             root: around.root.pid,
+            root_start: around.root.start_time,
         }) {
             failed = Some((Some(process), error.into()));
             break;
@@ -578,6 +642,11 @@ fn dump_and_commit(
             return Err(failed(Phase::Commit, died.into()));
         }
     }
+    // What goes on after the dump would be ended under an older image of itself.
+    if let Some(process) = tree.processes().iter().find(|it| !is_stopped(it)) {
+        let pid = process.pid;
+        return Err(failed(Phase::Commit, NotStill { pid }.into()));
+    }
     let captured = Captured {
         driver: around.driver,
         mode: CaptureMode::Staged,
@@ -610,6 +679,18 @@ fn dump_and_commit(
     Ok((tree, dumped))
 }
 
+fn is_stopped(process: &Target) -> bool {
+    process.why_not_scheduled() == Some("stopped")
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "process {pid} of the tree was dumped, and is not stopped any more: somebody let it go on (SIGCONT); the save is void"
+)]
+struct NotStill {
+    pid: u32,
+}
+
 /// CRIU writes, the pipeline reads. What CRIU says comes first: when it has failed, what it wrote is of no moment.
 fn dump(
     around: &Around<'_>,
@@ -623,21 +704,17 @@ fn dump(
     let watch = Arc::new(Watch::default());
     let (files_out, files_in) = mpsc::channel();
     let capture = Capture::listen(dir.path(), Arc::clone(&watch), files_out)?;
-    let limit = match session.deadline() {
-        Some(deadline) => deadline.saturating_duration_since(Instant::now()),
-        None => DUMP_LIMIT,
-    };
     let Some(open) = attempt.uploads.first() else {
         unreachable!("an upload was opened for the host memory");
     };
     let source = (Box::new(capture) as _, expected);
     let (lane, encoders, resources) = memory.lane(session, source, open);
-    let run = criu.dump(DumpRoot::of(around.root)?, dir.path(), limit)?;
+    let run = criu.dump(DumpRoot::of(around.root)?, dir.path(), DUMP_LIMIT)?;
     failpoint::pass("dump:begun");
     let (ran, saved) = std::thread::scope(|scope| {
         let running = scope.spawn(|| {
             // Until the commit there is a way back, so a signal is obeyed.
-            run.wait(&watch, || session.cancel.is_cancelled())
+            run.wait(&watch, || may_go_on(session).is_err())
         });
         let saved = pipeline::save(vec![lane], encoders, resources);
         if saved.is_err() {
@@ -649,7 +726,9 @@ fn dump(
             saved,
         )
     });
-    session.check_cancelled()?;
+    if ran.is_err() || saved.is_err() {
+        may_go_on(session)?;
+    }
     match (ran, saved) {
         // The pipeline's failure has ended it.
         (Err(CriuError::GivenUp { .. }), Err(error)) => Err(error.into()),
@@ -703,7 +782,13 @@ fn bring_back(
     around: &Around<'_>,
     staged: Vec<CheckpointedProcess>,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
-    ProcessTree::look(around.root.pid)?.go_on()?;
+    // Whoever has ended is not stopped; those whose parent has ended are no descendants any more.
+    let now = ProcessTree::look(around.root.pid);
+    for tree in now.iter().chain([around.tree]) {
+        if let Err(error) = tree.go_on() {
+            tracing::warn!("a process of the tree may be stopped still: {error}");
+        }
+    }
     unstage_and_unlock(around, staged)
 }
 
@@ -712,22 +797,36 @@ fn unstage_and_unlock(
     around: &Around<'_>,
     staged: Vec<CheckpointedProcess>,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let mut first: Option<Box<dyn Error + Send + Sync>> = None;
+    let has_ended = |custody: &Custody| custody.target.ends_within(super::DYING_TIMEOUT);
     let mut locked = Vec::with_capacity(staged.len());
     for (custody, process) in around.custodies.iter().zip(staged) {
         custody.note(Step::Restore);
         let call = "the driver's restore from host memory (cuCheckpointProcessRestore)";
-        locked.push(watchdog::watch(call, STAGING_USUAL, || {
-            process.unstage(&[])
-        })?);
-        custody.note(Step::RestoreComplete);
+        match watchdog::watch(call, STAGING_USUAL, || process.unstage(&[])) {
+            Ok(process) => {
+                custody.note(Step::RestoreComplete);
+                locked.push((custody, process));
+            }
+            Err(_) if has_ended(custody) => {}
+            Err(error) => keep_first(&mut first, error),
+        }
         failpoint::pass("give-back:one has its memory");
     }
-    for (custody, process) in around.custodies.iter().zip(locked) {
+    if let Some(error) = first {
+        return Err(error);
+    }
+    for (custody, process) in locked {
         custody.may_be_locked();
         let call = "the driver's unlock (cuCheckpointProcessUnlock)";
-        let unlocked = watchdog::watch(call, watchdog::USUAL, || process.let_go());
-        unlocked?;
-        custody.must_not_be_unlocked();
+        match watchdog::watch(call, watchdog::USUAL, || process.let_go()) {
+            Ok(()) => custody.must_not_be_unlocked(),
+            Err(_) if has_ended(custody) => {}
+            Err(error) => keep_first(&mut first, error),
+        }
+    }
+    if let Some(error) = first {
+        return Err(error);
     }
     for custody in around.custodies {
         let pid = custody.target.pid;
@@ -742,6 +841,14 @@ fn unstage_and_unlock(
         }
     }
     Ok(())
+}
+
+/// The first failure is told in the end, the others at once.
+fn keep_first(first: &mut Option<Box<dyn Error + Send + Sync>>, error: DriverError) {
+    match first {
+        Some(_) => tracing::error!("another process of the tree: {}", one_line(&error)),
+        None => *first = Some(error.into()),
+    }
 }
 
 /// The image is committed: the tree is ended.

@@ -62,7 +62,12 @@ pub(super) fn of_a_tree(args: &InitArgs) -> io::Result<u8> {
         // Ours is for the letters of whoever started us.
         let criu = command.stdin(Stdio::null()).spawn()?;
         let letters = tokio::task::spawn_blocking(is_kept);
-        let status = duties.until_it_ends(criu.id()).await?;
+        tokio::pin!(letters);
+        let given_up = || io::Error::other("the restore was given up, and the tree is ended");
+        let status = tokio::select! {
+            status = duties.until_it_ends(criu.id()) => status?,
+            _before_the_tree_is_there = &mut letters => return Err(given_up()),
+        };
         if status != 0 {
             return Ok(status);
         }
@@ -73,8 +78,8 @@ pub(super) fn of_a_tree(args: &InitArgs) -> io::Result<u8> {
         tokio::pin!(ended);
         tokio::select! {
             status = &mut ended => return status,
-            kept = letters => if !kept.map_err(io::Error::other)? {
-                return Err(io::Error::other("the restore was given up, and the tree is ended"));
+            kept = &mut letters => if !kept.map_err(io::Error::other)? {
+                return Err(given_up());
             },
         }
         ended.await

@@ -8,7 +8,7 @@ use super::ConfigError;
 use super::raw::RawHost;
 use super::value::Setting;
 
-/// What a file name may not be: CRIU's own options would be taken apart by us.
+/// Options of CRIU that we set ourselves.
 const OURS: &[&str] = &[
     "-D",
     "-t",
@@ -23,6 +23,12 @@ const OURS: &[&str] = &[
     "--restore-detached",
     "--timeout",
     "--libdir",
+    "--inherit-fd",
+    "--shell-job",
+    "-j",
+    "--tcp-established",
+    "--tcp-close",
+    "--external",
 ];
 
 /// See the module.

@@ -362,6 +362,19 @@ impl CriuRun {
     }
 }
 
+impl Drop for CriuRun {
+    /// One that nobody has waited for lets the tree go when its pipes are closed, or is ended.
+    fn drop(&mut self) {
+        let since = Instant::now();
+        while matches!(self.child.try_wait(), Ok(None)) {
+            if since.elapsed() > GRACE {
+                self.end();
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
 /// What a CRIU that is only asked something prints.
 fn said_by(program: &Path, word: &str) -> Result<String, CriuError> {
     let missing = |source| CriuError::Missing {

@@ -116,15 +116,23 @@ fn list(differing: &[Difference]) -> String {
     }
 }
 
-/// Looks at every file. Where `truncates`, those that the tree writes and that have grown become as long as they were.
+/// Looks at every file. Where `truncates`, those that the tree writes and that have grown are no difference, and are returned: they have to be [`cut`].
 ///
 /// # Errors
-/// All that differ then.
-pub fn must_be_as_wanted(wanted: &[WantedFile], truncates: bool) -> Result<(), Differing> {
+/// All that differ.
+pub fn must_be_as_wanted(
+    wanted: &[WantedFile],
+    truncates: bool,
+) -> Result<Vec<WantedFile>, Differing> {
+    let mut grown = Vec::new();
     let differing = wanted.iter().filter_map(|file| {
         let now = fs::metadata(&file.path).ok().map(|it| it.size());
         let has_grown = file.is_written && now.is_some_and(|now| now > file.len);
-        if now == Some(file.len) || (has_grown && truncates && cut(file).is_ok()) {
+        if now == Some(file.len) {
+            return None;
+        }
+        if has_grown && truncates {
+            grown.push(file.clone());
             return None;
         }
         Some(Difference {
@@ -136,21 +144,26 @@ pub fn must_be_as_wanted(wanted: &[WantedFile], truncates: bool) -> Result<(), D
     });
     let differing: Vec<Difference> = differing.collect();
     match differing.is_empty() {
-        true => Ok(()),
+        true => Ok(grown),
         false => Err(Differing { differing }),
     }
 }
 
-fn cut(file: &WantedFile) -> io::Result<()> {
-    tracing::warn!(
-        "{} is cut to the {} bytes that it had when the tree was saved (host.grown_files)",
-        file.path,
-        file.len
-    );
-    OpenOptions::new()
-        .write(true)
-        .open(&file.path)?
-        .set_len(file.len)
+/// Makes files as long as they were.
+///
+/// # Errors
+/// The file system's; some may be cut then.
+pub fn cut(files: &[WantedFile]) -> io::Result<()> {
+    for file in files {
+        tracing::warn!(
+            "{} is cut to the {} bytes that it had when the tree was saved (host.grown_files)",
+            file.path,
+            file.len
+        );
+        let open = OpenOptions::new().write(true).open(&file.path)?;
+        open.set_len(file.len)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -180,19 +193,22 @@ mod tests {
         };
         assert_eq!((of(&log), of(&text)), (Some((4, true)), Some((4, false))));
         assert!(wanted.iter().any(|it| it.path.contains("libc")));
-        must_be_as_wanted(&wanted, false).unwrap();
+        assert_eq!(must_be_as_wanted(&wanted, false).unwrap(), []);
 
         fs::write(&log, "one\ntwo\n").unwrap();
         fs::write(&text, "text and more").unwrap();
         let refused = must_be_as_wanted(&wanted, false).unwrap_err().to_string();
         assert!(refused.contains("log has 8 bytes and had 4"), "{refused}");
         assert!(refused.contains("text has 13 bytes") && refused.contains("grown_files"));
-        // What it only reads is not touched.
+        // What it only reads is not to be cut, and nothing is before all the rest is known to be right.
         let refused = must_be_as_wanted(&wanted, true).unwrap_err().to_string();
         assert!(
             refused.starts_with("1 files") && refused.contains("text"),
             "{refused}"
         );
+        assert_eq!(fs::read_to_string(&log).unwrap(), "one\ntwo\n");
+        fs::write(&text, "text").unwrap();
+        cut(&must_be_as_wanted(&wanted, true).unwrap()).unwrap();
         assert_eq!(fs::read_to_string(&log).unwrap(), "one\n");
         fs::remove_file(&log).unwrap();
         let refused = must_be_as_wanted(&wanted, true).unwrap_err().to_string();

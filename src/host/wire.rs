@@ -46,7 +46,7 @@ pub enum StreamError {
         /// Its name.
         name: String,
     },
-    /// CRIU ended, or hung up, before a file was whole.
+    /// CRIU ended without having connected.
     #[error("CRIU never came to its socket")]
     NobodyCame,
 }

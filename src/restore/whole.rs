@@ -31,11 +31,11 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::host::namespace::{KEEP, process_one};
 use crate::host::{
-    Criu, CriuRun, FileSource, ImagesDir, ProcessTree, Serving, Watch, WriteError,
-    must_be_as_wanted,
+    Criu, CriuRun, FileSource, ImagesDir, ProcessTree, Serving, StreamError, Watch, WriteError,
+    cut, must_be_as_wanted,
 };
 use crate::image::{Image, Stored};
-use crate::manifest::{CaptureMode, HOST, HostFiles, ImageKind, TreeRecord};
+use crate::manifest::{CaptureMode, HOST, HostFiles, ImageKind, TreeRecord, WantedFile};
 use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
 use crate::pipeline::PipelineError;
@@ -84,6 +84,8 @@ impl Streams {
             Self::Own => Vec::new(),
             Self::Ours => streams
                 .filter(|(_, was)| !was.is_empty() && !was.starts_with("/dev/"))
+                // A file that it reads is the tree's own.
+                .filter(|(number, was)| *number > 0 || !was.starts_with('/'))
                 .collect(),
         };
         let mut seen = Vec::new();
@@ -191,6 +193,8 @@ struct Checked {
     criu: Criu,
     /// The same for every member; empty where every GPU is the one that it was.
     pairs: GpuPairs,
+    /// Files that have grown, and are to be as long as they were.
+    to_cut: Vec<WantedFile>,
 }
 
 fn check(
@@ -207,11 +211,12 @@ fn check(
         return Err(CheckError::Mode { mode }.into());
     }
     let host = &session.config.host;
+    let mut to_cut = Vec::new();
     if let Some((tree, files)) = manifest.tree.as_ref().zip(image.files.as_ref()) {
         let replaced = streams.inherited(tree);
         let mut wanted = files.wanted.clone();
         wanted.retain(|file| !replaced.iter().any(|(_, was)| file.path == *was));
-        must_be_as_wanted(&wanted, host.truncates)?;
+        to_cut = must_be_as_wanted(&wanted, host.truncates)?;
     }
     let criu = Criu::find(host)?;
     criu.check()?;
@@ -235,6 +240,7 @@ fn check(
         driver,
         criu,
         pairs,
+        to_cut,
     })
 }
 
@@ -267,7 +273,9 @@ impl Namespace {
     /// Ends everything in it. Says so in what went wrong.
     fn end(mut self, mut failure: Failure) -> Failure {
         let ended = self.init.kill().map(|()| self.init.ends_within(END_LIMIT));
-        let _status = self.child.wait();
+        if matches!(ended, Ok(true)) {
+            let _status = self.child.wait();
+        }
         if !matches!(ended, Ok(true)) {
             failure
                 .attached
@@ -290,6 +298,7 @@ fn rebuild(
     let Some((tree, files)) = image.manifest.tree.as_ref().zip(image.files.as_ref()) else {
         return Err(CheckError::NeedsAProcess.into());
     };
+    cut(&checked.to_cut)?;
     let dir = ImagesDir::make()?;
     let serving = Serving::listen(dir.path())?;
     let watch = Watch::default();
@@ -320,13 +329,21 @@ fn rebuild(
         )
     });
     // Why a file could not be served says more than that CRIU has not got it.
-    if let Ok(Some(error)) = served {
-        if let Ok(child) = started {
-            end_child(child);
+    let served = match served {
+        Ok(Some(error)) => {
+            if let Ok(child) = started {
+                end_child(child);
+            }
+            return Err(error.into());
         }
-        return Err(error.into());
-    }
-    let child = started?;
+        served => served,
+    };
+    let child = match (started, served) {
+        (Ok(child), _) => child,
+        // What was not understood says more than that CRIU then failed.
+        (Err(_), Err(error @ StreamError::Protocol { .. })) => return Err(error.into()),
+        (Err(error), _) => return Err(error),
+    };
     let found = find(&child, tree);
     match found {
         Ok((init, tree)) => Ok(Namespace { child, init, tree }),
@@ -340,7 +357,15 @@ fn rebuild(
 /// Process 1 ends when its standard input does, and with it the namespace.
 fn end_child(mut child: Child) {
     drop(child.stdin.take());
-    let _status = child.wait();
+    let since = Instant::now();
+    while matches!(child.try_wait(), Ok(None)) {
+        if since.elapsed() > END_LIMIT {
+            for pid in descendants(child.id()).into_iter().rev() {
+                let _gone = Target::look(pid).map(|target| target.kill());
+            }
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
 }
 
 /// A namespace that is being made, with CRIU at work in it.
@@ -394,8 +419,8 @@ impl Starting {
             }
         };
         let log = CriuRun::end_of_log(&self.log);
-        end_child(self.child);
         watch.has_ended();
+        end_child(self.child);
         let ended: Result<Child, NoTree> = ended;
         ended.map_err(|why| NotRebuilt { why, log }.into())
     }

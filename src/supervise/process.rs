@@ -100,6 +100,14 @@ impl JobProcess {
     /// # Errors
     /// There is no such program, or the system gives no namespace (root is needed).
     pub fn start_tree(program: &OsString, args: &[OsString]) -> io::Result<Self> {
+        // What ends at once later on is the job, and not its namespace.
+        let probed = process_one("true".as_ref(), &[]).output()?;
+        if !probed.status.success() {
+            let said = String::from_utf8_lossy(&probed.stderr).trim().to_owned();
+            return Err(io::Error::other(format!(
+                "no pid namespace can be made for its tree (host.save, driver.mode): {said}"
+            )));
+        }
         let mut ours: Vec<OsString> = vec!["init".into(), "--".into(), program.clone()];
         ours.extend_from_slice(args);
         let command = process_one(&std::env::current_exe()?, &ours);
@@ -115,7 +123,9 @@ impl JobProcess {
                 return Self::of_child(child, Reach::Process);
             }
             if started.elapsed() > NAMESPACE_WITHIN {
-                child.kill()?;
+                for pid in descendants(child.id()).into_iter().rev() {
+                    let _gone = Target::look(pid).map(|target| target.kill());
+                }
                 child.wait()?;
                 let why = "its pid namespace does not come up";
                 return Err(io::Error::new(io::ErrorKind::TimedOut, why));
@@ -130,7 +140,11 @@ impl JobProcess {
     /// The system has no thread left; the tree is ended then.
     pub fn restored_tree(tree: RestoredTree) -> io::Result<Self> {
         let RestoredTree { child, init, root } = tree;
-        Self::of_child(child, Reach::Namespace { init, root })
+        let job = Self::of_child(child, Reach::Namespace { init, root });
+        if job.is_err() {
+            let _gone = Target::look(init).map(|init| init.kill());
+        }
+        job
     }
 
     fn of_child(mut child: Child, reach: Reach) -> io::Result<Self> {
@@ -142,6 +156,13 @@ impl JobProcess {
             .spawn(move || {
                 // It is our child, and nobody else waits for it.
                 let status = child.wait().map_or(Status::Unknown, Status::of);
+                let status = match (status, reach) {
+                    // Process 1 says it as a shell does.
+                    (Status::Exited(code @ 129..=192), Reach::Namespace { .. }) => {
+                        Status::Signalled(code - 128)
+                    }
+                    (status, _) => status,
+                };
                 tell.send_replace(Some(status));
             })?;
         Ok(Self {

@@ -338,7 +338,11 @@ fn values_out_of_range_name_key_and_range() {
         ("compression", "mode = 20", "1 to 19"),
         ("compression", "mode = \"fast\"", "max-ratio"),
         ("compression", "filter = \"planes\"", "none"),
-        ("driver", "mode = \"staged\"", "custom-storage"),
+        ("driver", "mode = \"mapped\"", "custom-storage"),
+        ("host", "save = \"sometimes\"", "always"),
+        ("host", "tcp = \"keep\"", "established"),
+        ("host", "grown_files = \"keep\"", "truncate"),
+        ("host", "arguments = [\"--tree\"]", "does not set itself"),
         ("driver", "lock_timeout = \"0s\"", "1ms"),
         (
             "driver",

@@ -222,6 +222,7 @@ fn a_save_by_hand_and_a_restore_leave_a_tree_to_itself() {
     let saver = tree.cli("", "shell_job = false");
     let saved = done(&saver, &format!("checkpoint --pid {}", alone.pid()));
     assert_eq!(saved.code, 0, "{saved:?}");
+    assert!(!is_alive(tree.dir.path()), "the tree was not ended");
     drop(alone);
     let restored = done(&saver, "restore");
     assert_eq!(restored.code, 0, "{restored:?}");
@@ -363,13 +364,28 @@ fn what_a_saver_that_dies_leaves_is_put_in_order() {
     assert_eq!(tree.scene.images("job").len(), 1);
     let recovered = done(&tree.cli("", ""), "recover");
     assert_eq!(recovered.code, 14, "{recovered:?}");
-    assert!(
-        recovered.stderr.contains("to be ended")
-            || recovered.report.to_string().contains("to be ended"),
-        "{recovered:?}"
-    );
+    let rows = |run: &Run| {
+        run.report["recovered"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default()
+    };
+    assert_eq!(rows(&recovered).len(), 2, "{recovered:?}");
+    for row in rows(&recovered) {
+        assert_eq!(row["done"], "nothing", "{recovered:?}");
+        assert_eq!(row["next"], "end-process", "{recovered:?}");
+    }
+    let steps = (tree.steps("a").len(), tree.steps("b").len());
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(steps, (tree.steps("a").len(), tree.steps("b").len()));
     let ended = done(&tree.cli("", ""), "recover --end");
-    assert!(ended.report.to_string().contains("ended"), "{ended:?}");
+    for row in rows(&ended) {
+        assert!(
+            row["done"] == "ended" || row["state"] == "gone",
+            "{ended:?}"
+        );
+    }
+    assert!(!is_alive(tree.dir.path()), "a process is left");
 }
 
 #[test]
