@@ -260,11 +260,14 @@ fn stray(tree: &ProcessTree) -> Result<Option<Stray>, TargetError> {
     if theirs == pid_namespace()? {
         return Ok(None);
     }
-    let is_of_the_tree = |pid: u32| tree.processes().iter().any(|it| it.pid == pid);
-    let beside = parents().into_keys().filter(|pid| !is_of_the_tree(*pid));
-    let beside = beside.filter(|pid| pid_namespace_of(*pid).is_ok_and(|its| its == theirs));
-    let mut beside = beside.filter_map(|pid| Target::look(pid).ok());
-    let stray = beside.find(|it| it.own_pid() != 1);
+    // Whoever came from the root has a parent in the tree; only process 1 takes in those that have none.
+    let parents = parents();
+    let root = tree.root().pid;
+    let init = parents.get(&root);
+    let mut beside = parents
+        .iter()
+        .filter(|(pid, parent)| **pid != root && Some(*parent) == init);
+    let stray = beside.find_map(|(pid, _)| Target::look(*pid).ok());
     Ok(stray.map(|it| Stray {
         pid: it.pid,
         name: it.name.clone(),
