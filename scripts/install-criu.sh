@@ -54,7 +54,7 @@ for package in "$APT"/cache/archives/*.deb; do
 done
 rm -rf "$APT"
 
-# What a program at work needs is left: 12 MB. The folder may be moved, and copied to another machine.
+# What a program at work needs is left: 16 MB. The folder may be moved, and copied to another machine.
 ROOT_OF_CRIU=$HOME_OF_CRIU/root
 LOADER=$(cd "$ROOT_OF_CRIU" && find . -name 'ld-linux-*.so.*' -type f | head -n 1)
 [ -n "$LOADER" ] || fail "the packages hold no C library: $ROOT_OF_CRIU"

@@ -61,6 +61,7 @@ pub(crate) use drill::{lock_and_unlock, small_image};
 use memory::Memory;
 pub(crate) use memory::plan;
 use spill::{NoSpill, Spill};
+pub(crate) use whole::gpu_users;
 
 /// How long a target may take to die before its state counts as unknown.
 pub(crate) const DYING_TIMEOUT: Duration = Duration::from_secs(1);

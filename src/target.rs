@@ -249,6 +249,14 @@ pub fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
+/// The flags of an open file, by its entry in `/proc/PID/fd`.
+pub(crate) fn open_flags(entry: &Path) -> Option<u32> {
+    let (number, process) = (entry.file_name()?, entry.parent()?.parent()?);
+    let text = std::fs::read_to_string(process.join("fdinfo").join(number)).ok()?;
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"))?;
+    u32::from_str_radix(flags.trim(), 8).ok()
+}
+
 /// The kernel's id of this boot.
 ///
 /// # Errors

@@ -14,23 +14,22 @@
 //!
 //! The bytes are in the tree's own host memory all the while, so until the commit every failure has a way back. The driver's own thread lives in the tree: it goes on before the driver is asked.
 
+mod prepare;
+
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::attempt::{Attempt, Planned};
+use super::attempt::Attempt;
 use super::commit::{Captured, CapturedTree, commit};
 use super::memory::HostMemory;
-use super::{
-    Then, custody_failure, is_given_up, land, look, may_go_on, named, not_begun, target_failure,
-};
-use crate::config::{Config, DriverMode, Environment, HostSave};
+use super::{Then, is_given_up, land, look, may_go_on, named, not_begun};
+use crate::config::{Config, DriverMode, HostSave};
 use crate::custody::Custody;
 use crate::driver::{
-    CheckpointedProcess, Driver, DriverCode, DriverError, LockedProcess, ProcessState,
-    RunningProcess,
+    CheckpointedProcess, Driver, DriverError, LockedProcess, ProcessState, RunningProcess,
 };
 use crate::error::{ExitCode, Failure, Phase, TargetState, one_line};
 use crate::failpoint;
@@ -44,8 +43,11 @@ use crate::phases::PhaseClock;
 use crate::pipeline::{self, PipelineError, Saved};
 use crate::restore;
 use crate::session::Session;
-use crate::target::{Target, TargetError, descendants, parents, pid_namespace, pid_namespace_of};
+use crate::target::Target;
 use crate::watchdog;
+use prepare::{Prepared, prepare};
+
+pub(crate) use prepare::gpu_users;
 
 /// How long a dump may take when there is no deadline.
 const DUMP_LIMIT: Duration = Duration::from_secs(3600);
@@ -53,8 +55,6 @@ const DUMP_LIMIT: Duration = Duration::from_secs(3600);
 const END_LIMIT: Duration = Duration::from_secs(30);
 /// The driver copies GPU memory to host memory at 1 to 2 GB/s.
 const STAGING_USUAL: Duration = Duration::from_secs(300);
-/// What the tree's images take beside its memory.
-const BESIDE_MEMORY: u64 = 64 << 20;
 
 /// Whether saves are of the whole tree: they are asked for, or this driver has no other.
 pub(super) fn is_asked_for(config: &Config) -> bool {
@@ -91,248 +91,20 @@ pub(super) fn checkpoint(
     })
 }
 
-/// All that a save needs, while the tree still runs untouched.
-struct Prepared {
-    driver: Arc<Driver>,
-    criu: Criu,
-    /// As it was before the lock.
-    tree: ProcessTree,
-    /// The processes that use GPUs.
-    members: Vec<(Custody, RunningProcess)>,
-    attempt: Attempt,
-    memory: HostMemory,
-    expected: u64,
-}
-
-fn prepare(
-    session: &Session,
-    root: u32,
-    while_saved: WhileSaved,
-    nonce: &str,
-) -> Result<Prepared, Failure> {
-    let refused = |cause: Box<dyn Error + Send + Sync>| {
-        Failure::new(ExitCode::Preflight, Phase::Prepare, cause)
-    };
-    let driver = Driver::open().map_err(|error| refused(error.into()))?;
-    driver
-        .require_checkpoint()
-        .map_err(|error| refused(error.into()))?;
-    let tree = ProcessTree::look(root).map_err(target_failure)?;
-    let criu = Criu::find(&session.config.host).map_err(|error| refused(error.into()))?;
-    criu.check().map_err(|error| refused(error.into()))?;
-    if let Some(stopped) = tree.processes().iter().find_map(stopped) {
-        return Err(refused(stopped.into()));
-    }
-    let users = gpu_users(&driver, root).map_err(|error| refused(error.into()))?;
-    if users.is_empty() {
-        return Err(refused(NoGpuUser { root }.into()));
-    }
-    if let Some(stray) = stray(&tree).map_err(|error| refused(error.into()))? {
-        return Err(refused(stray.into()));
-    }
-    let mut others = tree.processes().iter();
-    if let Some(heir) = others.find(|it| !users.contains(&it.pid) && has_inherited(it)) {
-        let (pid, name) = (heir.pid, heir.name.clone());
-        return Err(refused(Heir { pid, name }.into()));
-    }
-    let mut members = Vec::with_capacity(users.len());
-    for pid in users {
-        let custody = match Custody::take(session, pid, "checkpoint") {
-            Ok(custody) => custody,
-            Err(error) => return Err(end_all(members, custody_failure(error))),
-        };
-        let running = RunningProcess::attach(&driver, pid);
-        let running = running.map_err(|error| {
-            let code = match error {
-                DriverError::WrongState { .. } => ExitCode::NotOurs,
-                _ => ExitCode::Preflight,
-            };
-            Failure::new(code, Phase::Prepare, error)
-        });
-        match running {
-            Ok(running) => members.push((custody, running)),
-            Err(failure) => {
-                custody.end(failure.code);
-                return Err(end_all(members, failure));
-            }
-        }
-    }
-    let expected = match host_memory(&driver, &tree) {
-        Ok(expected) => expected,
-        Err(cause) => return Err(end_all(members, refused(cause))),
-    };
-    // The tree is locked until it is dumped: it does not grow by as much again.
-    let most = expected.saturating_mul(2);
-    let memory = match HostMemory::allocate(session, most, expected) {
-        Ok(memory) => memory,
-        Err(failure) => return Err(end_all(members, failure)),
-    };
-    let objects = [Planned::of_host(tree.root())];
-    let nonce = nonce.to_owned();
-    let opened = Attempt::open(
-        session,
-        &driver,
-        &members[0].0,
-        nonce,
-        Some(while_saved),
-        &objects,
-    );
-    let attempt = match opened {
-        Ok(attempt) => attempt,
-        Err(failure) => return Err(end_all(members, failure)),
-    };
-    // `recover` looks at each member by itself, and has to know of the save for each.
-    let step = Step::Attempt {
-        attempt: attempt.nonce.clone(),
-        next_slot: attempt.next_slot,
-    };
-    let noted = members.iter().skip(1);
-    let noted = noted.map(|(custody, _)| custody.step(&step));
-    if let Err(error) = noted.collect::<Result<(), _>>() {
-        let mut failure = refused(error.into());
-        failure.attached = attempt.close(session, &[], true);
-        return Err(end_all(members, failure));
-    }
-    Ok(Prepared {
-        driver,
-        criu,
-        tree,
-        members,
-        attempt,
-        memory,
-        expected,
-    })
-}
-
-/// Lets go of members that nothing was done to.
-fn end_all(members: Vec<(Custody, RunningProcess)>, failure: Failure) -> Failure {
-    for (custody, _running) in members {
-        custody.end(failure.code);
-    }
-    failure
-}
-
-/// Pids of a tree's processes that use GPUs, in order of their pids.
-pub(crate) fn gpu_users(driver: &Driver, root: u32) -> Result<Vec<u32>, DriverError> {
-    let mut users = Vec::new();
-    for pid in descendants(root) {
-        match driver.state(pid) {
-            Ok(_) => users.push(pid),
-            // Without CUDA, or gone since.
-            Err(error) if error.code() == Some(DriverCode::NOT_INITIALIZED) => {}
-            Err(_) if Target::look(pid).is_err() => {}
-            Err(error) => return Err(error),
-        }
-    }
-    users.sort_unstable();
-    Ok(users)
-}
-
-/// Bytes that the tree's memory will have when the GPUs' is in it. Refused where the system has no room for that.
-fn host_memory(
-    driver: &Arc<Driver>,
-    tree: &ProcessTree,
-) -> Result<u64, Box<dyn Error + Send + Sync>> {
-    driver.retain_contexts()?;
-    let used = driver.used_memory_of_all()?;
-    let needed = used.into_iter().fold(0, u64::saturating_add);
-    tracing::info!(
-        "this save is staged: {needed} bytes of GPU memory go through host memory, because {}",
-        match driver.require_custom_storage() {
-            Err(error) => one_line(&error),
-            Ok(()) => "the whole tree is asked for (driver.mode, host.save)".to_owned(),
-        }
-    );
-    if let Some(available) = Environment::read().memory_available
-        && available < needed
-    {
-        return Err(NoRoom { needed, available }.into());
-    }
-    Ok(tree
-        .memory_in_use()
-        .saturating_add(needed)
-        .saturating_add(BESIDE_MEMORY))
-}
-
-/// A process beside the tree in its pid namespace, which would be ended with it: its parent has ended, and it hangs on process 1.
-fn stray(tree: &ProcessTree) -> Result<Option<Stray>, TargetError> {
-    let theirs = pid_namespace_of(tree.root().pid)?;
-    if theirs == pid_namespace()? {
-        return Ok(None);
-    }
-    // Whoever came from the root has a parent in the tree; only process 1 takes in those that have none.
-    let parents = parents();
-    let root = tree.root().pid;
-    let init = parents.get(&root);
-    let mut beside = parents
-        .iter()
-        .filter(|(pid, parent)| **pid != root && Some(*parent) == init);
-    let stray = beside.find_map(|(pid, _)| Target::look(*pid).ok());
-    Ok(stray.map(|it| Stray {
-        pid: it.pid,
-        name: it.name.clone(),
-    }))
-}
-
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "process {pid} ({name}) of the tree's pid namespace is no part of the tree any more, because its parent has ended: it would be lost; have a parent wait for it"
-)]
-struct Stray {
-    pid: u32,
-    name: String,
-}
-
-/// Whether a process that does not use GPUs has the driver's memory mapped: it was forked from one that does.
-fn has_inherited(process: &Target) -> bool {
-    let mapped = process.mapped_paths();
-    mapped
-        .iter()
-        .any(|path| path.starts_with("/dev") && path.to_string_lossy().contains("nvidia"))
-}
-
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "process {pid} ({name}) of the tree was forked from one that uses a GPU, and has the driver's memory mapped, which CRIU cannot save: have such processes started before the first CUDA call (PyTorch: make the DataLoader's iterator before the first .cuda())"
-)]
-struct Heir {
-    pid: u32,
-    name: String,
-}
-
-/// Nobody to save.
-#[derive(Debug, thiserror::Error)]
-#[error("no process of the tree of {root} uses a GPU (--pid)")]
-struct NoGpuUser {
-    root: u32,
-}
-
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "{needed} bytes of GPU memory go through host memory, of which {available} bytes are left; free some, raise the cgroup's limit, or use a driver with custom storage (API 13.4)"
-)]
-struct NoRoom {
-    needed: u64,
-    available: u64,
-}
-
-fn stopped(process: &Target) -> Option<super::Stopped> {
-    let what = process.why_not_scheduled()?;
-    let pid = process.pid;
-    Some(super::Stopped { pid, what })
-}
-
 /// What every step works with.
 struct Around<'a> {
     session: &'a Session,
     driver: &'a Arc<Driver>,
     /// As it was before the lock.
     tree: &'a ProcessTree,
-    root: &'a Target,
     custodies: &'a [Custody],
 }
 
 impl Around<'_> {
+    fn root(&self) -> &Target {
+        self.tree.root()
+    }
+
     fn targets(&self) -> Vec<TargetState> {
         let looked = self.custodies.iter();
         looked
@@ -378,7 +150,6 @@ fn save(
         session,
         driver: &driver,
         tree: &tree,
-        root: tree.root(),
         custodies: &custodies,
     };
     let work = AssertUnwindSafe(|| {
@@ -520,10 +291,10 @@ fn lock_all(
         .and_then(|_all| {
             may_go_on(session)?;
             // One that came up since would compute on, and be torn away from the others.
-            let users = gpu_users(around.driver, around.root.pid)?;
+            let users = gpu_users(around.driver, around.root().pid)?;
             let known = |pid: &u32| around.custodies.iter().any(|it| it.target.pid == *pid);
-            match users.into_iter().find(|pid| !known(pid)) {
-                Some(pid) => Err(NewGpuUser { pid }.into()),
+            match users.into_iter().find(|(pid, _)| !known(pid)) {
+                Some((pid, _)) => Err(NewGpuUser { pid }.into()),
                 None => Ok(()),
             }
         });
@@ -564,8 +335,8 @@ fn stage_all(
     let mut failed = None;
     for (custody, process) in around.custodies.iter().zip(waiting.by_ref()) {
         if let Err(error) = custody.step(&Step::Stage {
-            root: around.root.pid,
-            root_start: around.root.start_time,
+            root: around.root().pid,
+            root_start: around.root().start_time,
         }) {
             failed = Some((Some(process), error.into()));
             break;
@@ -628,7 +399,7 @@ fn dump_and_commit(
         slowest_stage,
     } = saved;
     failpoint::pass("stream:all acknowledged");
-    let tree = ProcessTree::look(around.root.pid);
+    let tree = ProcessTree::look(around.root().pid);
     let tree = tree.map_err(|error| failed(Phase::Stream, error.into()))?;
 
     clock.enter(Phase::Land);
@@ -712,7 +483,7 @@ fn dump(
     };
     let source = (Box::new(capture) as _, expected);
     let (lane, encoders, resources) = memory.lane(session, source, open);
-    let run = criu.dump(DumpRoot::of(around.root)?, dir.path(), DUMP_LIMIT)?;
+    let run = criu.dump(DumpRoot::of(around.root())?, dir.path(), DUMP_LIMIT)?;
     failpoint::pass("dump:begun");
     let (ran, saved) = std::thread::scope(|scope| {
         let running = scope.spawn(|| {
@@ -733,18 +504,15 @@ fn dump(
         may_go_on(session)?;
     }
     match (ran, saved) {
-        // The pipeline's failure has ended it.
-        (Err(CriuError::GivenUp { .. }), Err(error)) => Err(error.into()),
-        (Err(CriuError::Failed { .. }), Err(error)) if is_of_the_store(&error) => Err(error.into()),
+        // The pipeline failed by itself, and has ended it.
+        (Err(CriuError::GivenUp { .. }), Err(error))
+        | (Err(CriuError::Failed { .. }), Err(error @ PipelineError::Store(_))) => {
+            Err(error.into())
+        }
         (Err(error), _) => Err(error.into()),
         (Ok(()), Err(error)) => Err(error.into()),
         (Ok(()), Ok(saved)) => Ok((saved, files_in.recv()?)),
     }
-}
-
-/// The pipeline failed by itself, and not because CRIU did.
-fn is_of_the_store(error: &PipelineError) -> bool {
-    matches!(error, PipelineError::Store(_))
 }
 
 /// No image will be: every member gets its memory back, and runs. Not where an image may exist, or the job is another's.
@@ -786,7 +554,7 @@ fn bring_back(
     staged: Vec<CheckpointedProcess>,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
     // Whoever has ended is not stopped; those whose parent has ended are no descendants any more.
-    let now = ProcessTree::look(around.root.pid);
+    let now = ProcessTree::look(around.root().pid);
     for tree in now.iter().chain([around.tree]) {
         if let Err(error) = tree.go_on() {
             tracing::warn!("a process of the tree may be stopped still: {error}");

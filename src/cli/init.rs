@@ -23,6 +23,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::args::InitArgs;
 use crate::host::namespace::KEEP;
 use crate::preempt::handled_signals;
+use crate::target::open_flags;
 
 /// Where the kernel is told which pid comes next in our namespace.
 const LAST_PID: &str = "/proc/sys/kernel/ns_last_pid";
@@ -122,10 +123,7 @@ fn inherited_files() -> Vec<String> {
     let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
     let numbers = open.flatten().filter_map(|entry| {
         let number = entry.file_name().into_string().ok()?;
-        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}")).ok()?;
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
-        let flags = u32::from_str_radix(flags.trim(), 8).ok()?;
-        let is_inherited = flags & OFlags::CLOEXEC.bits() == 0;
+        let is_inherited = open_flags(&entry.path())? & OFlags::CLOEXEC.bits() == 0;
         let is_a_stream = matches!(number.as_str(), "0" | "1" | "2");
         (is_inherited && !is_a_stream).then_some(number)
     });

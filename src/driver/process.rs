@@ -24,6 +24,8 @@ use cudarc::driver::sys::{
 
 use super::{Driver, DriverError, GpuUuid, ProcessState, raw_pid, to_cu_uuid};
 
+/// The entry point of both kinds of checkpoints.
+const CHECKPOINT: &str = "cuCheckpointProcessCheckpoint";
 /// The entry point of both kinds of restores.
 const RESTORE: &str = "cuCheckpointProcessRestore";
 
@@ -221,7 +223,7 @@ impl LockedProcess {
     pub fn stage(mut self) -> Result<CheckpointedProcess, Box<BeginError>> {
         self.guard = false;
         let staged = self
-            .copy_to_host()
+            .checkpoint(std::ptr::null_mut())
             .and_then(|()| CheckpointedProcess::attach(&self.driver, self.pid));
         staged.map_err(|source| self.refused(source))
     }
@@ -267,43 +269,31 @@ impl LockedProcess {
         })
     }
 
-    fn copy_to_host(&self) -> Result<(), DriverError> {
-        let checkpoint = self
-            .driver
-            .api
-            .process_checkpoint
-            .ok_or(DriverError::LibraryTooOld {
-                missing: "cuCheckpointProcessCheckpoint",
-            })?;
-        let mut args = CUcheckpointCheckpointArgs {
-            customStorageInfo_out: std::ptr::null_mut(),
-            reserved: [0; 56],
-        };
-        // SAFETY: the argument struct is valid for the call, and all of it is zero, as drivers without custom storage want it, too.
-        self.driver.check("cuCheckpointProcessCheckpoint", unsafe {
-            checkpoint(raw_pid(self.pid), &raw mut args)
-        })
+    fn map_out(&self) -> Result<(Arc<Operation>, Vec<Extent>), DriverError> {
+        let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
+        self.checkpoint(&raw mut info)?;
+        read_extents(&self.driver, CHECKPOINT, info)
     }
 
-    fn map_out(&self) -> Result<(Arc<Operation>, Vec<Extent>), DriverError> {
+    /// Into custom storage, or into the target's own host memory where `info_out` is null.
+    fn checkpoint(
+        &self,
+        info_out: *mut *mut CUcheckpointCustomStorageInfo,
+    ) -> Result<(), DriverError> {
         let checkpoint = self
             .driver
             .api
             .process_checkpoint
             .ok_or(DriverError::LibraryTooOld {
-                missing: "cuCheckpointProcessCheckpoint",
+                missing: CHECKPOINT,
             })?;
-        let mut info: *mut CUcheckpointCustomStorageInfo = std::ptr::null_mut();
         let mut args = CUcheckpointCheckpointArgs {
-            customStorageInfo_out: &raw mut info,
+            customStorageInfo_out: info_out,
             reserved: [0; 56],
         };
-        let call = "cuCheckpointProcessCheckpoint";
-        // SAFETY: the argument struct and the pointer that it holds are valid for the call; reserved bytes are zero.
-        self.driver.check(call, unsafe {
-            checkpoint(raw_pid(self.pid), &raw mut args)
-        })?;
-        read_extents(&self.driver, call, info)
+        // SAFETY: the argument struct and the out pointer, if there is one, are valid for the call; reserved bytes are zero. Without a pointer all of it is zero, as drivers without custom storage want it.
+        let code = unsafe { checkpoint(raw_pid(self.pid), &raw mut args) };
+        self.driver.check(CHECKPOINT, code)
     }
 }
 

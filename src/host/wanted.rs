@@ -6,11 +6,11 @@ use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::ProcessTree;
 use crate::manifest::WantedFile;
-use crate::target::Target;
+use crate::target::{Target, open_flags};
 
 /// What the kernel puts behind the path of a file that has none any more.
 const DELETED: &str = " (deleted)";
@@ -33,23 +33,16 @@ pub fn wanted_by(tree: &ProcessTree) -> Vec<WantedFile> {
 }
 
 fn wanted_by_one(process: &Target) -> Vec<WantedFile> {
-    let dir = PathBuf::from(format!("/proc/{}", process.pid));
-    let open = fs::read_dir(dir.join("fd")).into_iter().flatten().flatten();
+    let dir = format!("/proc/{}/fd", process.pid);
+    let open = fs::read_dir(dir).into_iter().flatten().flatten();
     let open = open.filter_map(|entry| {
         let path = fs::read_link(entry.path()).ok()?;
-        let writes = flags(&dir.join("fdinfo").join(entry.file_name()))? & WRITES != 0;
+        let writes = open_flags(&entry.path())? & WRITES != 0;
         wanted(&entry.path(), &path, writes)
     });
     let mapped = process.mapped_paths();
     let mapped = mapped.iter().filter_map(|path| wanted(path, path, false));
     open.chain(mapped).collect()
-}
-
-/// The flags in the text that the kernel has of an open file.
-fn flags(fdinfo: &Path) -> Option<u32> {
-    let text = fs::read_to_string(fdinfo).ok()?;
-    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"))?;
-    u32::from_str_radix(flags.trim(), 8).ok()
 }
 
 /// A regular file that has a path; `at` is where it can be looked at.

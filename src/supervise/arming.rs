@@ -9,13 +9,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::process::JobProcess;
-use crate::checkpoint::{self, Armed};
+use crate::checkpoint::{self, Armed, gpu_users};
 use crate::config::Contexts;
-use crate::driver::{Driver, DriverCode, DriverError, ProcessState};
+use crate::driver::{Driver, ProcessState};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::pipeline::PipelineError;
 use crate::session::Session;
-use crate::target::{Target, descendants};
 use crate::watchdog;
 
 /// Uploads that nobody uses are not kept for longer: stores and `gc` give up what is older than a day.
@@ -371,11 +370,7 @@ pub(super) fn gpu_process(driver: &Arc<Driver>, job: &JobProcess) -> Result<Opti
     let failed = |code: ExitCode, why: String| Failure::new(code, Phase::Prepare, why);
     // A driver that hangs must not keep us from notices and from the job's end.
     let (driver, pid) = (Arc::clone(driver), job.pid);
-    let looking = watchdog::aside("state", move || {
-        let users = descendants(pid).into_iter();
-        let users = users.filter_map(|pid| uses_cuda(&driver, pid));
-        users.collect::<Result<Vec<u32>, DriverError>>()
-    });
+    let looking = watchdog::aside("state", move || gpu_users(&driver, pid));
     let looking = looking.map_err(|error| {
         failed(
             ExitCode::RolledBack,
@@ -389,6 +384,10 @@ pub(super) fn gpu_process(driver: &Arc<Driver>, job: &JobProcess) -> Result<Opti
         return Err(failed(ExitCode::RolledBack, why));
     };
     let found = found.map_err(|error| Failure::new(ExitCode::RolledBack, Phase::Prepare, error))?;
+    let usable = found
+        .iter()
+        .filter(|(_, state)| *state != ProcessState::Failed);
+    let found: Vec<u32> = usable.map(|(pid, _)| *pid).collect();
     match found.as_slice() {
         [] => Ok(None),
         [pid] => Ok(Some(*pid)),
@@ -398,21 +397,5 @@ pub(super) fn gpu_process(driver: &Arc<Driver>, job: &JobProcess) -> Result<Opti
             );
             Err(failed(ExitCode::Preflight, why))
         }
-    }
-}
-
-/// The process, if it has CUDA state; `None` where it has none, or has ended.
-fn uses_cuda(driver: &Driver, pid: u32) -> Option<Result<u32, DriverError>> {
-    let has_none = |error: &DriverError| error.code() == Some(DriverCode::NOT_INITIALIZED);
-    let state = match driver.state(pid) {
-        Err(error) if !has_none(&error) => driver.state_for_a_verdict(pid),
-        state => state,
-    };
-    match state {
-        Ok(ProcessState::Failed) => None,
-        Ok(_) => Some(Ok(pid)),
-        Err(error) if has_none(&error) => None,
-        Err(_) if Target::look(pid).is_err() => None,
-        Err(error) => Some(Err(error)),
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use serde_json::json;
 
 use super::support::scene::Scene;
-use super::support::{MetadataServer, Proxy, TlsFront};
+use super::support::{MetadataServer, Proxy, Target, TlsFront};
 
 /// A scene whose store is reached over TLS alone, with lines of `[store]` that trust it.
 fn behind_tls() -> (Scene, TlsFront, String) {
@@ -16,24 +16,30 @@ fn behind_tls() -> (Scene, TlsFront, String) {
     (scene, front, trust)
 }
 
+/// Every command of a save and a restore works with this configuration, and the target computes on.
+fn there_and_back(scene: &Scene, config: &str) -> Target {
+    let mut target = scene.target();
+    target.wait_for("step 2 ");
+    for command in [
+        "preflight".to_owned(),
+        format!("checkpoint --pid {}", target.pid()),
+        "verify".to_owned(),
+        format!("restore --pid {}", target.pid()),
+    ] {
+        let run = scene.saver_with("job", "", config).cli.run(&command);
+        assert_eq!(run.code, 0, "{config} {command}: {run:?}");
+    }
+    scene.must_compute_on(&mut target);
+    target
+}
+
 #[test]
 fn a_job_is_saved_and_restored_over_tls_with_a_private_authority_and_through_a_proxy() {
     let (scene, front, trust) = behind_tls();
     let proxy = Proxy::start(&[]);
     let through = format!("{trust}proxy = \"{}\"\n", proxy.url);
     for config in [&trust, &through] {
-        let mut target = scene.target();
-        target.wait_for("step 2 ");
-        for command in [
-            "preflight".to_owned(),
-            format!("checkpoint --pid {}", target.pid()),
-            "verify".to_owned(),
-            format!("restore --pid {}", target.pid()),
-        ] {
-            let run = scene.saver_with("job", "", config).cli.run(&command);
-            assert_eq!(run.code, 0, "{config} {command}: {run:?}");
-        }
-        scene.must_compute_on(&mut target);
+        let target = there_and_back(&scene, config);
         scene.must_have_computed_rightly(target);
     }
     let store = front.endpoint.trim_start_matches("https://");
@@ -123,18 +129,7 @@ fn a_key_of_ones_own_goes_with_every_request() {
         "op": about_objects, "without_header": "x-amz-server-side-encryption-customer-key", "always": true,
         "action": {"status": 400, "code": "InvalidRequest"},
     }]));
-    let mut target = scene.target();
-    target.wait_for("step 2 ");
-    for command in [
-        "preflight".to_owned(),
-        format!("checkpoint --pid {}", target.pid()),
-        "verify".to_owned(),
-        format!("restore --pid {}", target.pid()),
-    ] {
-        let run = scene.saver_with("job", "", &config).cli.run(&command);
-        assert_eq!(run.code, 0, "{command}: {run:?}");
-    }
-    scene.must_compute_on(&mut target);
+    let _computes_on = there_and_back(&scene, &config);
     let run = scene.saver_with("job", "", &trust).cli.run("preflight");
     assert_eq!(run.code, 3, "{run:?}");
 }

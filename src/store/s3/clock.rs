@@ -9,8 +9,9 @@ use std::time::{Duration, SystemTime};
 use aws_sdk_s3::config::interceptors::BeforeDeserializationInterceptorContextRef;
 use aws_sdk_s3::config::{ConfigBag, Intercept, RuntimeComponents};
 use aws_sdk_s3::error::BoxError;
-use aws_sdk_s3::primitives::{DateTime, DateTimeFormat};
 use aws_smithy_async::time::TimeSource;
+
+use super::interceptors::date_of;
 
 /// A difference that no store minds, and that answers which were long on their way make by themselves.
 const ALLOWED_MS: i64 = 60_000;
@@ -106,8 +107,7 @@ impl Intercept for Clock {
         _components: &RuntimeComponents,
         _config: &mut ConfigBag,
     ) -> Result<(), BoxError> {
-        let date = context.response().headers().get("date");
-        let date = date.and_then(|text| DateTime::from_str(text, DateTimeFormat::HttpDate).ok());
+        let date = date_of(context);
         if let Some(date_ms) = date.and_then(|date| date.to_millis().ok()) {
             self.see(date_ms, now_ms());
         }

@@ -39,6 +39,14 @@ impl Intercept for SignedPayload {
     }
 }
 
+/// An answer's `Date`.
+pub(super) fn date_of(
+    context: &BeforeDeserializationInterceptorContextRef<'_>,
+) -> Option<DateTime> {
+    let date = context.response().headers().get("date")?;
+    DateTime::from_str(date, DateTimeFormat::HttpDate).ok()
+}
+
 /// Keeps an answer's `Date`, which the SDK does not hand out.
 #[derive(Debug)]
 pub(super) struct AnswerDate(pub(super) Arc<OnceLock<DateTime>>);
@@ -54,9 +62,7 @@ impl Intercept for AnswerDate {
         _components: &RuntimeComponents,
         _config: &mut ConfigBag,
     ) -> Result<(), BoxError> {
-        let date = context.response().headers().get("date");
-        if let Some(date) = date.and_then(|t| DateTime::from_str(t, DateTimeFormat::HttpDate).ok())
-        {
+        if let Some(date) = date_of(context) {
             let _first_one_stays = self.0.set(date);
         }
         Ok(())
