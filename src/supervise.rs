@@ -315,14 +315,14 @@ impl<'a> Supervisor<'a> {
         }));
     }
 
-    /// Writes down what became of it, and tells whoever brought it.
-    fn tell_verdict(&mut self, verdict: Verdict) {
+    /// Writes down what became of it.
+    fn write_verdict(&mut self, verdict: &Verdict) {
         if let Some(noted) = self.noted.take() {
             let store = Arc::clone(&self.session.store_for_clean_up);
             let job = &self.session.config.job;
             let telling = async {
                 if let Ok(Some(nonce)) = noted.await {
-                    tally::over(&*store, job, &nonce, &verdict).await?;
+                    tally::over(&*store, job, &nonce, verdict).await?;
                 }
                 Ok::<_, StoreError>(())
             };
@@ -333,14 +333,13 @@ impl<'a> Supervisor<'a> {
                 tracing::warn!("what became of the notice is not counted");
             }
         }
-        self.desk.conclude(verdict);
     }
 
     /// Whoever has brought a notice hears what became of it.
     fn conclude(&mut self, ended: Result<End, Failure>) -> Result<End, Failure> {
         self.desk.report(|report| report.doing = Doing::Ended);
         service::end();
-        self.tell_verdict(match &ended {
+        let verdict = match &ended {
             Ok(End::Saved(image)) => Verdict {
                 image: Some(image.clone()),
                 ..Verdict::default()
@@ -356,7 +355,9 @@ impl<'a> Supervisor<'a> {
                 ..Verdict::default()
             },
             Err(failure) => verdict_of(failure),
-        });
+        };
+        self.write_verdict(&verdict);
+        self.desk.conclude_all(verdict);
         if let Some(path) = &self.session.config.metrics.textfile
             && let Err(error) = metrics::write(path, &self.desk.teller()())
         {
@@ -498,7 +499,9 @@ impl<'a> Supervisor<'a> {
                             );
                             watch.refused = raised;
                             job.signal(Signal::TERM);
-                            self.tell_verdict(verdict_of(&failure));
+                            let verdict = verdict_of(&failure);
+                            self.write_verdict(&verdict);
+                            self.desk.conclude(raised, verdict);
                         }
                         Saved::Stuck(failure) => return Err(failure),
                     }

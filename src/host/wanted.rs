@@ -163,6 +163,7 @@ pub fn cut(files: &[WantedFile]) -> io::Result<()> {
 mod tests {
     use super::*;
     use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
 
     #[test]
     fn what_a_tree_has_open_is_found_and_what_differs_is_listed_at_once() {
@@ -177,7 +178,16 @@ mod tests {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let wanted = wanted_by(&ProcessTree::look(child.id()).unwrap());
+        // Its libraries are there once it has begun to run.
+        let started = Instant::now();
+        let wanted = loop {
+            let wanted = wanted_by(&ProcessTree::look(child.id()).unwrap());
+            if wanted.iter().any(|it| it.path.contains("libc")) {
+                break wanted;
+            }
+            assert!(started.elapsed() < Duration::from_secs(60), "{wanted:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        };
         child.kill().unwrap();
         child.wait().unwrap();
         let of = |path: &Path| {
@@ -185,7 +195,6 @@ mod tests {
             found.map(|it| (it.len, it.is_written))
         };
         assert_eq!((of(&log), of(&text)), (Some((4, true)), Some((4, false))));
-        assert!(wanted.iter().any(|it| it.path.contains("libc")));
         assert_eq!(must_be_as_wanted(&wanted, false).unwrap(), []);
 
         fs::write(&log, "one\ntwo\n").unwrap();

@@ -161,15 +161,16 @@ pub enum Answer {
     Error(String),
 }
 
-/// What was told last.
-#[derive(Debug, Clone, Default)]
+/// A verdict, and whose it is.
+#[derive(Debug)]
 struct Concluded {
-    /// From 1; 0: nothing yet.
-    number: u64,
-    /// As many notices had been raised by then.
+    /// As many notices had been raised when it was looked at them.
     raised: u64,
     verdict: Verdict,
 }
+
+/// Whatever is raised after the end is too late.
+const ALL_NOTICES: u64 = u64::MAX;
 
 /// The socket, and what stands behind it. Dropped, it is removed.
 #[derive(Debug)]
@@ -185,8 +186,8 @@ struct Shared {
     notice: Duration,
     started: Instant,
     report: Arc<watch::Sender<Report>>,
-    /// The last one.
-    verdicts: Arc<watch::Sender<Concluded>>,
+    /// All that were told, in their order: who waits for one does not get the next.
+    verdicts: Arc<watch::Sender<Vec<Concluded>>>,
     waiting: Arc<AtomicUsize>,
 }
 
@@ -272,14 +273,17 @@ impl Desk {
         self.shared.report.send_modify(change);
     }
 
-    /// Answers everybody who has brought a notice.
-    pub(super) fn conclude(&self, verdict: Verdict) {
-        let raised = self.shared.board.standing().raised();
-        self.shared.verdicts.send_modify(|last| {
-            last.number += 1;
-            last.raised = raised;
-            last.verdict = verdict;
-        });
+    /// Answers whoever has brought one of the first `raised` notices, and has no answer yet.
+    pub(super) fn conclude(&self, raised: u64, verdict: Verdict) {
+        let concluded = Concluded { raised, verdict };
+        self.shared
+            .verdicts
+            .send_modify(|told| told.push(concluded));
+    }
+
+    /// The same for everybody: there will be no other.
+    pub(super) fn conclude_all(&self, verdict: Verdict) {
+        self.conclude(ALL_NOTICES, verdict);
     }
 
     /// Waits until everybody has been answered, within reason.
@@ -337,16 +341,17 @@ impl Shared {
             Some(Err(error)) => return Answer::Error(format!("left_seconds: {error}")),
         };
         let mut verdicts = self.verdicts.subscribe();
-        let seen = verdicts.borrow_and_update().clone();
         self.board.raise("socket", left, "ckptstream notify");
         // A notice that stood already, and was dealt with, is not dealt with again.
-        if seen.number > 0 && seen.raised == self.board.standing().raised() {
-            return Answer::Verdict(seen.verdict);
-        }
-        match verdicts.wait_for(|last| last.number > seen.number).await {
-            Ok(last) => Answer::Verdict(last.verdict.clone()),
-            Err(_) => Answer::Error("it has ended".to_owned()),
-        }
+        let raised = self.board.standing().raised();
+        let mut verdict = None;
+        let told = verdicts.wait_for(|told| {
+            let first = told.iter().find(|told| told.raised >= raised);
+            verdict = first.map(|told| told.verdict.clone());
+            verdict.is_some()
+        });
+        let _told = told.await.map(drop);
+        verdict.map_or_else(|| Answer::Error("it has ended".to_owned()), Answer::Verdict)
     }
 }
 
@@ -470,7 +475,7 @@ mod tests {
             exit_code: 10,
             ..Verdict::default()
         };
-        desk.conclude(before);
+        desk.conclude(0, before);
         let notify = Question::Notify {
             left_seconds: Some(20.0),
         };
@@ -484,7 +489,12 @@ mod tests {
             image: Some("00000003".to_owned()),
             ..Verdict::default()
         };
-        desk.conclude(verdict.clone());
+        desk.conclude(1, verdict.clone());
+        // The job ends of the signal that it has, before anybody has looked.
+        desk.conclude_all(Verdict {
+            exit_code: 7,
+            ..Verdict::default()
+        });
         desk.close().await;
         match asking.await.unwrap().unwrap() {
             Answer::Verdict(heard) => assert_eq!(heard, verdict),

@@ -913,10 +913,13 @@ fn a_job_that_was_refused_is_not_saved_in_passing_until_it_is_lost() {
     let mut command = saver.cli.command("run");
     command.args(["--", "sh", "-c", &script]);
     let mut run = Supervised::start((saver.unhurried(), command));
-    scene.server.set_rules(&json!([
-        {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 900}},
-    ]));
     until_status(&scene, |report| report.saves_committed >= 1);
+    // No save commits from now on: one that did at the notice would end the job.
+    scene.server.set_rules(&json!([
+        {"op": "PutObject", "key_contains": "manifest.json", "always": true, "action": {"status": 503, "code": "SlowDown"}},
+    ]));
+    let is_struck = |request: &serde_json::Value| !request["fault"].is_null();
+    until(|| scene.server.requests("PutObject").iter().any(is_struck));
     std::fs::write(&notice, "2100ms").expect("a notice");
     until_status(&scene, |report| report.saves_failed >= 1);
     let committed = scene.images("job").len();
@@ -925,6 +928,7 @@ fn a_job_that_was_refused_is_not_saved_in_passing_until_it_is_lost() {
     assert_eq!(scene.images("job").len(), committed);
     run.wait_for("step ");
     run.wait_for("step ");
+    scene.server.set_rules(&json!([]));
     std::fs::remove_file(&notice).expect("the notice");
     until(|| scene.images("job").len() > committed);
     drop(run);
