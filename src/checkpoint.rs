@@ -56,7 +56,7 @@ use crate::target::{Target, TargetError};
 use crate::watchdog;
 use crate::writer::random_hex;
 use attempt::{Attempt, Planned};
-use commit::{Captured, commit};
+use commit::{Captured, commit, write_tables};
 pub(crate) use drill::{lock_and_unlock, small_image};
 use memory::Memory;
 pub(crate) use memory::plan;
@@ -495,6 +495,7 @@ fn is_given_up(failure: &Failure) -> bool {
                 | ExitCode::CommitUnknown
                 | ExitCode::Fenced
                 | ExitCode::CommittedTargetAstray
+                | ExitCode::HostMemoryNotSaved
         )
 }
 
@@ -634,7 +635,7 @@ fn keep(
     clock.enter(Phase::Stream);
     let dealt = memory.deal_out(
         session,
-        begun.extents(),
+        begun.extents().iter().map(|extent| (0, extent)),
         Arc::clone(&store) as _,
         &attempt.uploads,
     );
@@ -658,11 +659,14 @@ fn keep(
     expect_still(driver, target, ProcessState::Checkpointing)
         .map_err(|error| lost(Phase::Commit, error.into()))?;
     failpoint::pass("commit:target stood still");
-    let captured = Captured::gpus(driver, target);
-    let image = commit(session, &captured, attempt, lanes, etags).map_err(|error| Failure {
-        code: error.code(),
-        ..lost(Phase::Commit, error.into())
-    })?;
+    let captured = Captured::gpus(driver, vec![target]);
+    let into = (&*store as &dyn Store, attempt.uploads.as_slice());
+    let image = write_tables(session, driver, into, lanes, etags)
+        .and_then(|landed| commit(session, &captured, attempt, landed))
+        .map_err(|error| Failure {
+            code: error.code(),
+            ..lost(Phase::Commit, error.into())
+        })?;
     around.custody.note(Step::Committed {
         generation: image.generation,
     });
@@ -1049,7 +1053,7 @@ fn resume(
         cancel: CancellationToken::new(),
         ..session.clone()
     };
-    let process = (custody, suspended);
+    let process = vec![(custody, suspended)];
     restore::bring_back(
         &surroundings,
         clock,

@@ -120,6 +120,7 @@ impl Custody {
             | ExitCode::CommitUnknown
             | ExitCode::CommittedTargetAstray
             | ExitCode::Fenced
+            | ExitCode::HostMemoryNotSaved
             | ExitCode::RestoreFailed => self.journal.flush(),
             _ => self.journal.end(),
         }

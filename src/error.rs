@@ -178,6 +178,10 @@ pub enum Phase {
     Begin,
     /// Chunks flow from the GPUs to the store.
     Stream,
+    /// What the GPUs held, of all processes of a tree, is sealed in the store, and let go.
+    Seal,
+    /// CRIU's images flow to the store.
+    Dump,
     /// Uploads are completed and looked at.
     Land,
     /// Frame tables, manifest and the log entry.
@@ -202,6 +206,8 @@ impl fmt::Display for Phase {
             Phase::Lock => "lock",
             Phase::Begin => "begin",
             Phase::Stream => "stream",
+            Phase::Seal => "seal",
+            Phase::Dump => "dump",
             Phase::Land => "land",
             Phase::Commit => "commit",
             Phase::Spill => "spill",

@@ -75,9 +75,15 @@ pub const DRILL: &[&str] = &["drill:locked"];
 
 /// Steps of the save of a whole tree, and of its restore, beside those that it shares with the others.
 pub const WHOLE: &[&str] = &[
+    "begin:one begun",
+    "seal:sealed",
+    "seal:one completed",
     "stage:one staged",
-    "stage:all staged",
+    "dump:all suspended",
     "dump:begun",
+    "dump:once more",
+    "dump:all acknowledged",
+    "dump:all landed",
     "give-back:one has its memory",
     "restore:tree rebuilt",
     "restore:one has its memory",

@@ -375,6 +375,18 @@ impl Image {
         })
     }
 
+    /// Opens what is sealed in the store: it is no image, and of generation 0.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub(crate) async fn open_sealed(
+        store: &dyn Store,
+        job: &JobName,
+        sealed: &ImageEntry,
+    ) -> Result<Image, LoadError> {
+        load(store, job, 0, sealed).await
+    }
+
     /// Opens an image. With [`ImageRef::Latest`] newer ones that cannot be used are passed over and returned, newest first; one that was dropped on purpose is
     /// not mentioned. While the store is out of reach no older image is taken in place of a newer one.
     ///

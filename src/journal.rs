@@ -98,14 +98,16 @@ pub enum Step {
     Unlock,
     /// `cuCheckpointProcessCheckpoint`.
     Begin,
-    /// `cuCheckpointProcessCheckpoint` into the target's own host memory.
-    Stage {
-        /// Root of the tree that is saved whole, which may be stopped from now on.
+    /// The target is saved with its whole tree, which may be stopped from now on.
+    Tree {
+        /// Its root.
         root: u32,
-        /// Clock ticks between boot and its start.
+        /// Clock ticks between boot and the root's start.
         root_start: u64,
     },
-    /// The save is sealed in the spill.
+    /// `cuCheckpointProcessCheckpoint` into the target's own host memory.
+    Stage,
+    /// The save is sealed: in the spill, or, with the tree, in the store.
     Sealed,
     /// The target is to get its memory back from the sealed save, whose seal is broken before it runs.
     GiveBack,

@@ -328,6 +328,11 @@ pub fn spilled_manifest_key(attempt: &str) -> String {
     format!("data/{attempt}/manifest.spilled.json")
 }
 
+/// Key, relative to the job, of the manifest of what a whole tree's GPUs held, as long as that alone is sealed.
+pub fn sealed_manifest_key(attempt: &str) -> String {
+    format!("data/{attempt}/manifest.sealed.json")
+}
+
 /// Key, relative to the job, of the list of a tree's image files.
 pub fn host_files_key(attempt: &str) -> String {
     format!("data/{attempt}/host-files.json")
@@ -503,6 +508,7 @@ impl Manifest {
         let mut keys = HashSet::from([
             manifest_key(attempt),
             spilled_manifest_key(attempt),
+            sealed_manifest_key(attempt),
             claim_key(attempt),
             host_files_key(attempt),
         ]);

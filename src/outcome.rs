@@ -13,7 +13,7 @@ pub struct Outcome {
     pub job: String,
     /// Place in the job's log.
     pub generation: u64,
-    /// The image's ID: the generation in 8 digits.
+    /// The image's ID: the generation in 8 digits. Empty, and the generation 0, of what was given back without becoming an image.
     pub image: String,
     /// The attempt's nonce, 32 hex digits.
     pub attempt: String,

@@ -10,14 +10,17 @@
 //! | CHECKPOINTING | | nothing: what the driver does with it is not documented. Said: whether the save is durable |
 //! | CHECKPOINTED | a durable copy, nobody opened the job since | nothing; `restore --pid` brings it back |
 //! | CHECKPOINTED | somebody opened the job since | nothing; it lives elsewhere |
-//! | CHECKPOINTED | staged, no image, nobody opened the job since | its tree goes on, it gets its memory back from its own host memory, and is unlocked |
-//! | CHECKPOINTED | staged, and committed | nothing; the image is restored elsewhere, and this tree is to be ended |
+//! | CHECKPOINTED | of a tree, staged, no image, nobody opened the job since | its tree goes on, all of it get their memory back from their own host memory, and are unlocked |
+//! | CHECKPOINTED | of a tree, what its GPUs held is sealed in the store | nothing; `restore --pid` of the root brings the tree back |
+//! | CHECKPOINTED | of a tree, and committed | nothing; the image is restored elsewhere, and this tree is to be ended |
+//! | LOCKED | of a tree in which another one has not its memory | nothing: it would run without the other |
 //! | RESTORING, FAILED | | nothing; it can only be ended |
 //! | RUNNING, gone, pid used again | | the attempt is given up in the log, its uploads aborted, the journal removed |
 //!
 //! With `end` the processes that can only be ended are ended.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +36,7 @@ use crate::failpoint;
 use crate::host::ProcessTree;
 use crate::image::image_id;
 use crate::job_log::{AppendError, Entry, JobLog, append_dropped};
-use crate::journal::{self, Found, Left, Step};
+use crate::journal::{self, Found, Left, Step, TargetRecord};
 use crate::pipeline::PipelineError;
 use crate::sealed::{SPILL_DIRECTORY, Sealed};
 use crate::session::Session;
@@ -67,12 +70,13 @@ pub struct Recovered {
 impl Recovered {
     /// What a script has to know: the gravest of all.
     pub fn code(&self) -> ExitCode {
-        const GRAVEST_FIRST: [ExitCode; 9] = [
+        const GRAVEST_FIRST: [ExitCode; 10] = [
             ExitCode::Lost,
             ExitCode::RestoreFailed,
             ExitCode::Fenced,
             ExitCode::CommittedTargetAstray,
             ExitCode::Spilled,
+            ExitCode::HostMemoryNotSaved,
             ExitCode::RestoreRefused,
             ExitCode::NotOurs,
             ExitCode::Preflight,
@@ -129,6 +133,7 @@ pub fn recover(
         session,
         driver: None,
         options,
+        of_trees: of_trees(&found),
     };
     let mut targets = Vec::new();
     for found in found {
@@ -178,6 +183,29 @@ struct Work<'a> {
     /// Opened when the first target needs it.
     driver: Option<Result<Arc<Driver>, DriverError>>,
     options: RecoverOptions,
+    /// The targets of each attempt to save a tree.
+    of_trees: BTreeMap<String, Vec<Member>>,
+}
+
+/// A target that is saved together with others.
+struct Member {
+    record: TargetRecord,
+    is_staged: bool,
+}
+
+/// Whoever died at work on a tree had all of its targets.
+fn of_trees(found: &[Found]) -> BTreeMap<String, Vec<Member>> {
+    let mut trees = BTreeMap::<String, Vec<Member>>::new();
+    for found in found {
+        let Found::Dead(left) = found else { continue };
+        if let (Some((attempt, _)), true) = (attempt_of(left), is_of_tree(left)) {
+            trees.entry(attempt.to_owned()).or_default().push(Member {
+                record: left.head.target.clone(),
+                is_staged: is_staged(left),
+            });
+        }
+    }
+    trees
 }
 
 /// What is known of a save beyond its target.
@@ -187,6 +215,8 @@ struct Durable {
     image: Option<u64>,
     /// It is sealed in the spill.
     is_sealed: bool,
+    /// What the GPUs of its tree held is sealed in the store.
+    gpus_are_sealed: bool,
     /// Who has the job since.
     opened_since: Option<String>,
     /// Why the log, or the spill, says nothing.
@@ -200,7 +230,7 @@ struct Durable {
 enum Deed {
     Nothing,
     Unlock,
-    /// Let its tree go on, have the driver copy its memory back from host memory, and unlock it.
+    /// Let its tree go on, have the driver copy all memory back from host memory, and unlock it.
     Unstage,
     /// Give the attempt up, and forget about it.
     Close,
@@ -285,12 +315,12 @@ impl Work<'_> {
             image: durable.image.map(image_id),
             done: "nothing",
             verdict,
-            next: next_of(code, state, is_staged(&left)),
+            next: next_of(code, state, is_of_tree(&left)),
             code,
         };
         match (deed, target) {
             (Deed::Unlock, Some(target)) => match self.break_seal(&left, &durable) {
-                Ok(()) => self.unlock(&mut row, &target),
+                Ok(()) => self.unlock_with_all(&mut row, &target, &left),
                 Err(why) => {
                     row.verdict = format!(
                         "it was to be given back, and would run while its save is sealed: {why}"
@@ -298,9 +328,12 @@ impl Work<'_> {
                     (row.code, row.next) = (ExitCode::Spilled, ExitCode::Spilled.next());
                 }
             },
-            (Deed::Unstage, Some(target)) => self.unstage(&mut row, &target, &left),
+            (Deed::Unstage, Some(target)) => {
+                self.unstage_all(&left);
+                self.unlock_with_all(&mut row, &target, &left);
+            }
             (Deed::Nothing, Some(target)) if self.options.end && row.next == "end-process" => {
-                end(&mut row, &target, staged_tree(&left));
+                end(&mut row, &target, tree_of(&left));
             }
             _ => {}
         }
@@ -341,33 +374,66 @@ impl Work<'_> {
         }
     }
 
-    fn unlock(&mut self, row: &mut Row, target: &Target) {
-        self.let_run(row, target, LockedProcess::attach);
-    }
-
-    fn unstage(&mut self, row: &mut Row, target: &Target, left: &Left) {
-        self.let_run(row, target, |driver, pid| {
-            // The tree may have been stopped for the dump, and with it the driver's own thread. Whoever is gone is not stopped.
-            let tree = staged_tree(left);
-            let went_on = tree.map_or_else(|| target.signal(Signal::CONT), |tree| tree.go_on());
-            if let Err(error) = went_on {
-                tracing::warn!("the tree of {pid} may be stopped still: {error}");
-            }
-            CheckpointedProcess::attach(driver, pid)?.unstage(&[])
+    /// The targets that were saved together with this one, it included, as far as they are there.
+    fn together_with(&self, left: &Left) -> Vec<(Target, bool)> {
+        let attempt = attempt_of(left).map(|(attempt, _)| attempt);
+        let members = attempt.and_then(|attempt| self.of_trees.get(attempt));
+        let there = members.into_iter().flatten().filter_map(|member| {
+            let target = Target::look(member.record.pid).ok()?;
+            let is_it = member.record.is(&target);
+            is_it.then_some((target, member.is_staged))
         });
+        there.collect()
     }
 
-    fn let_run(
-        &mut self,
-        row: &mut Row,
-        target: &Target,
-        lock: impl FnOnce(&Arc<Driver>, u32) -> Result<LockedProcess, DriverError>,
-    ) {
+    /// All of the tree that are suspended get their memory back; none is unlocked.
+    fn unstage_all(&mut self, left: &Left) {
+        // The tree may have been stopped for the dump, and with it the driver's own thread. Whoever is gone is not stopped.
+        let together = self.together_with(left);
+        let went_on = match tree_of(left) {
+            Some(tree) => tree.go_on(),
+            None => together
+                .iter()
+                .try_for_each(|(target, _)| target.signal(Signal::CONT)),
+        };
+        if let Err(error) = went_on {
+            tracing::warn!("the tree may be stopped still: {error}");
+        }
+        for (target, is_staged) in together {
+            if !is_staged || self.state_of(&target) != Some(ProcessState::Checkpointed) {
+                continue;
+            }
+            if let Some(Ok(driver)) = &self.driver {
+                let unstaged = CheckpointedProcess::attach(driver, target.pid)
+                    .and_then(|process| process.unstage(&[]));
+                if let Err(error) = unstaged {
+                    let why = one_line(&error);
+                    tracing::error!("process {} did not get its memory: {why}", target.pid);
+                }
+                failpoint::pass("recover:one has its memory");
+            }
+        }
+    }
+
+    /// Unlocks it, unless another of its tree has not its memory.
+    fn unlock_with_all(&mut self, row: &mut Row, target: &Target, left: &Left) {
+        for (other, _) in self.together_with(left) {
+            let state = self.state_of(&other);
+            if !matches!(state, Some(ProcessState::Locked | ProcessState::Running)) {
+                let state = state.map_or_else(|| "unknown".to_owned(), |state| state.to_string());
+                row.verdict = format!(
+                    "process {} of its tree is {state}, and this one would run without it",
+                    other.pid
+                );
+                (row.code, row.next) = (ExitCode::Lost, ExitCode::Lost.next());
+                return;
+            }
+        }
         let driver = match self.driver.get_or_insert_with(Driver::open) {
             Ok(driver) => Arc::clone(driver),
             Err(_) => return,
         };
-        let unlocked = lock(&driver, target.pid).and_then(LockedProcess::unlock);
+        let unlocked = LockedProcess::attach(&driver, target.pid).and_then(LockedProcess::unlock);
         failpoint::pass("recover:unlocked");
         match unlocked {
             Ok(_running) => {
@@ -402,6 +468,20 @@ impl Work<'_> {
             }
         }
         let store = &*self.session.store;
+        if is_of_tree(left) {
+            let reading = Sealed::read(store, &job, attempt);
+            let read = self
+                .session
+                .wait(async { tokio::time::timeout(STORE_TIMEOUT, reading).await });
+            match read {
+                Ok(Ok(sealed)) => durable.gpus_are_sealed = sealed.is_some(),
+                Ok(Err(error)) => durable.unknown = Some(one_line(&error)),
+                Err(_elapsed) => {
+                    durable.unknown =
+                        Some(format!("the store did not answer within {STORE_TIMEOUT:?}"));
+                }
+            }
+        }
         let log = self
             .session
             .wait(async { tokio::time::timeout(STORE_TIMEOUT, JobLog::read(store, &job)).await });
@@ -568,26 +648,35 @@ fn attempt_of(left: &Left) -> Option<(&str, u64)> {
     })
 }
 
-/// Whether the save was a whole one, and has begun to copy this target's memory into its own host memory.
+/// Whether the driver was asked to copy this target's memory into its own host memory.
 fn is_staged(left: &Left) -> bool {
-    let is_it = |step: &Step| matches!(step, Step::Stage { .. });
-    left.steps.iter().any(is_it)
+    left.steps.contains(&Step::Stage)
+}
+
+/// Whether the save was of its whole tree.
+fn is_of_tree(left: &Left) -> bool {
+    root_of(left).is_some()
+}
+
+/// Root of the tree, and when that was started.
+fn root_of(left: &Left) -> Option<(u32, u64)> {
+    left.steps.iter().find_map(|step| match step {
+        Step::Tree { root, root_start } => Some((*root, *root_start)),
+        _ => None,
+    })
 }
 
 /// The tree of a whole save, as far as its root is still there.
-fn staged_tree(left: &Left) -> Option<ProcessTree> {
-    let (root, start) = left.steps.iter().find_map(|step| match step {
-        Step::Stage { root, root_start } => Some((*root, *root_start)),
-        _ => None,
-    })?;
+fn tree_of(left: &Left) -> Option<ProcessTree> {
+    let (root, start) = root_of(left)?;
     let tree = ProcessTree::look(root).ok()?;
     (tree.root().start_time == start).then_some(tree)
 }
 
 /// The gravest of the codes says what to do, but for a suspended target that has a durable copy.
-fn next_of(code: ExitCode, state: Option<Option<ProcessState>>, is_staged: bool) -> &'static str {
+fn next_of(code: ExitCode, state: Option<Option<ProcessState>>, is_of_tree: bool) -> &'static str {
     match (code, state) {
-        (ExitCode::CommittedTargetAstray, Some(_)) if is_staged => "end-process",
+        (ExitCode::CommittedTargetAstray, Some(_)) if is_of_tree => "end-process",
         (ExitCode::CommittedTargetAstray, Some(Some(ProcessState::Checkpointed))) => "restore",
         (ExitCode::Fenced | ExitCode::RestoreFailed, Some(_)) => "end-process",
         (ExitCode::RestoreRefused, _) => "restore",
@@ -606,7 +695,7 @@ fn judge(
     let was_locked = left.steps.iter().any(|step| {
         matches!(
             step,
-            Step::Lock | Step::Unlock | Step::Begin | Step::Stage { .. } | Step::RestoreComplete
+            Step::Lock | Step::Unlock | Step::Begin | Step::Stage | Step::RestoreComplete
         )
     });
     // The notes are written behind the steps: one of the three is there.
@@ -633,6 +722,13 @@ fn judge(
             ExitCode::Spilled,
             "the save is sealed in the spill".to_owned(),
         )),
+        Durable {
+            gpus_are_sealed: true,
+            ..
+        } => Some((
+            ExitCode::HostMemoryNotSaved,
+            "what the GPUs of its tree held is sealed in the store".to_owned(),
+        )),
         _ => None,
     };
     let unknown = durable.unknown.as_ref().map_or_else(
@@ -641,6 +737,10 @@ fn judge(
     );
     match (state, copy) {
         (None, Some((ExitCode::Spilled, told))) => (Deed::Nothing, ExitCode::Spilled, told),
+        (None, Some((ExitCode::HostMemoryNotSaved, _))) => {
+            let told = "the target is gone, and with it what the sealed memory of its GPUs belongs to";
+            (Deed::Close, ExitCode::Ok, told.to_owned())
+        }
         (None, Some((_, told))) => (Deed::Forget, ExitCode::Ok, told),
         (None, None) if durable.may_be_sealed => (
             Deed::Nothing,
@@ -680,17 +780,17 @@ fn judge(
             (Deed::Nothing, ExitCode::Fenced, told)
         }
         (Some(Some(S::Checkpointed)), Some((ExitCode::CommittedTargetAstray, told)))
-            if is_staged(left) =>
+            if is_of_tree(left) =>
         {
             let told = format!("{told}, of the whole tree; this one is to be ended");
             (Deed::Nothing, ExitCode::CommittedTargetAstray, told)
         }
         (Some(Some(S::Checkpointed)), None)
-            if is_staged(left) && durable.unknown.is_some() =>
+            if is_of_tree(left) && durable.unknown.is_some() =>
         (
             Deed::Nothing,
             ExitCode::Preflight,
-            format!("the target has its memory in host memory, and {unknown}"),
+            format!("the target was saved with its tree, and {unknown}"),
         ),
         (Some(Some(S::Checkpointed)), None) if is_staged(left) => (
             Deed::Unstage,
@@ -703,12 +803,18 @@ fn judge(
             "the driver was not asked to restore it yet; restore it again".to_owned(),
         ),
         (Some(Some(S::Checkpointed)), Some((code, told))) => {
-            let what = match code {
-                ExitCode::Spilled => "`ckptstream resume` finishes it, and `ckptstream restore --pid` brings the target back",
-                _ => "`ckptstream restore --pid` brings the target back",
+            let what = match (code, root_of(left)) {
+                (ExitCode::Spilled, _) => "`ckptstream resume` finishes it, and `ckptstream restore --pid` brings the target back".to_owned(),
+                (_, Some((root, _))) => format!("`ckptstream restore --pid {root}` brings the tree back"),
+                _ => "`ckptstream restore --pid` brings the target back".to_owned(),
             };
             (Deed::Nothing, code, format!("{told}; {what}"))
         }
+        (Some(Some(S::Checkpointing)), Some((ExitCode::HostMemoryNotSaved, told))) => (
+            Deed::Nothing,
+            ExitCode::Lost,
+            format!("{told}, and this process did not let it go; the tree can only be ended"),
+        ),
         (Some(Some(S::Checkpointing)), Some((code, told))) => (
             Deed::Nothing,
             code,

@@ -14,9 +14,12 @@
 mod gpu_map;
 mod in_order;
 mod read;
+mod sealed;
 mod whole;
 
+use std::collections::BTreeMap;
 use std::error::Error;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +32,7 @@ use crate::checkpoint::{DYING_TIMEOUT, look};
 use crate::config::Verify;
 use crate::custody::{Custody, CustodyError};
 use crate::driver::{
-    CheckpointedProcess, CopyQueue, Driver, DriverError, Extent, GpuUuid, PoolSlice,
+    CheckpointedProcess, CopyQueue, Driver, DriverError, Extent, GpuUuid, LockedProcess, PoolSlice,
     RestoringProcess, RunningProcess, STREAMS_IN,
 };
 use crate::error::{ExitCode, Failure, Phase};
@@ -73,13 +76,25 @@ pub struct Wanted {
     pub while_saved: WhileSaved,
 }
 
-/// Puts an image back into a suspended process and lets it run. Unless it is `read_only`, the job is opened first: whoever saved it until then is fenced.
+/// Puts an image back into a suspended process and lets it run; or, where the process is of a tree whose save broke off behind the seal, what is sealed back into the whole tree. Unless it is `read_only`, the job is opened first: whoever saved it until then is fenced.
 ///
 /// # Errors
 /// A [`Failure`] with the code of PROTOCOL section 6, the target as looked up, and the cause.
 pub fn restore(session: &Session, pid: u32, wanted: Wanted) -> Result<Outcome, Failure> {
     let _named = tracing::error_span!("restore", trace = random_hex::<16>()).entered();
     let mut clock = PhaseClock::start(&session.meter, Phase::Read);
+    // What waits for its whole tree is newer than any image of it.
+    let waits = match (wanted.image, wanted.into_fresh) {
+        (ImageRef::Latest, false) => sealed::find(session, pid),
+        _ => None,
+    };
+    if let Some(tree) = waits {
+        let given = sealed::give_back(session, &mut clock, &tree);
+        return Ok(Outcome {
+            seconds: clock.finish(),
+            ..given?
+        });
+    }
     let custody = take_custody(session, pid)?;
     let work = AssertUnwindSafe(|| put_back(session, &mut clock, &custody, wanted));
     let done = catch_unwind(work).unwrap_or_else(|panic| {
@@ -169,7 +184,7 @@ fn put_back_chosen(
     }
     failpoint::pass("restore:verified");
     let suspended_since = clock.enter(Phase::Restore);
-    let process = (custody, suspended);
+    let process = vec![(custody, suspended)];
     let ways = Ways {
         pairs: &pairs,
         moves: !wanted.started_here,
@@ -185,8 +200,8 @@ fn put_back_chosen(
     })
 }
 
-/// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked. `must_come_before` is called when the process has its memory, and does
-/// not run yet; with it nobody unlocks the process before, whatever becomes of us, nor after it where it says `false`.
+/// From CHECKPOINTED to RUNNING, with the bytes of an image that was read and checked; `processes` are those of the image, in its order, and none runs before all have their memory. `must_come_before` is called when they have, and do
+/// not run yet; with it nobody unlocks them before, whatever becomes of us, nor after it where it says `false`.
 ///
 /// # Errors
 /// Exit 20 while the driver was not asked yet, 21 after.
@@ -194,7 +209,7 @@ pub(crate) fn bring_back(
     session: &Session,
     clock: &mut PhaseClock,
     driver: &Arc<Driver>,
-    (custody, suspended): (&Custody, CheckpointedProcess),
+    processes: Vec<(&Custody, CheckpointedProcess)>,
     image: &Image,
     ways: Ways<'_>,
     must_come_before: Option<&mut dyn FnMut() -> bool>,
@@ -202,7 +217,8 @@ pub(crate) fn bring_back(
     if clock.phase() != Phase::Restore {
         clock.enter(Phase::Restore);
     }
-    let target = &custody.target;
+    let (custodies, suspended): (Vec<&Custody>, Vec<CheckpointedProcess>) =
+        processes.into_iter().unzip();
     let refused = |cause| refused(Phase::Restore, cause);
     let point = PointOfNoReturn::before(session);
     let prepare = AssertUnwindSafe(|| {
@@ -213,13 +229,18 @@ pub(crate) fn bring_back(
     let transfer = catch_unwind(prepare)
         .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()))
         .map_err(refused)?;
-    custody.note(Step::Restore);
-    let run = AssertUnwindSafe(|| transfer.run(driver, suspended, ways, &point));
+    for custody in &custodies {
+        custody.note(Step::Restore);
+    }
+    let run = AssertUnwindSafe(|| transfer.run(driver, || Ok(suspended), ways, &point));
     let done = catch_unwind(run)
         .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()));
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
-        failure.targets = vec![look(driver, target)];
+        let targets = custodies.iter();
+        failure.targets = targets
+            .map(|custody| look(driver, &custody.target))
+            .collect();
         failure
     };
     let (restoring, loaded) = match done {
@@ -231,35 +252,49 @@ pub(crate) fn bring_back(
         || -> Result<(), Box<dyn Error + Send + Sync>> {
             failpoint::pass("restore:all copied");
             clock.enter(Phase::Complete);
-            custody.note(Step::RestoreComplete);
-            if must_come_before.is_none() {
+            // Nobody unlocks one while another may not have its memory.
+            let may_be_unlocked = custodies.len() == 1 && must_come_before.is_none();
+            let mut locked = Vec::with_capacity(restoring.len());
+            for (custody, restoring) in custodies.iter().zip(restoring) {
+                custody.note(Step::RestoreComplete);
+                if may_be_unlocked {
+                    custody.may_be_locked();
+                }
+                let call = "the driver's complete (cuCheckpointOperationComplete)";
+                let one = watchdog::watch(call, watchdog::USUAL, || restoring.complete())?;
+                locked.push(one.unlocks_when_dropped(may_be_unlocked));
+            }
+            if let Some(deed) = must_come_before {
+                failpoint::pass("restore:locked for good");
+                if !deed() {
+                    let pid = custodies.first().map_or(0, |custody| custody.target.pid);
+                    return Err(StaysLocked { pid }.into());
+                }
+            }
+            for custody in &custodies {
                 custody.may_be_locked();
             }
-            let call = "the driver's complete (cuCheckpointOperationComplete)";
-            let locked = watchdog::watch(call, watchdog::USUAL, || restoring.complete())?;
-            let locked = match must_come_before {
-                None => locked,
-                Some(deed) => {
-                    let locked = locked.unlocks_when_dropped(false);
-                    failpoint::pass("restore:locked for good");
-                    if !deed() {
-                        return Err(StaysLocked { pid: target.pid }.into());
-                    }
-                    custody.may_be_locked();
-                    locked.unlocks_when_dropped(true)
-                }
-            };
+            let locked: Vec<LockedProcess> = locked
+                .into_iter()
+                .map(|one| one.unlocks_when_dropped(true))
+                .collect();
             failpoint::pass("restore:completed");
             clock.enter(Phase::Unlock);
-            let call = "the driver's unlock (cuCheckpointProcessUnlock)";
-            watchdog::watch(call, watchdog::USUAL, || locked.let_go())?;
-            custody.must_not_be_unlocked();
-            failpoint::pass("restore:unlocked");
-            match RunningProcess::attach(driver, target.pid) {
-                // It ran to its end before it was looked at.
-                Err(_) if target.ends_within(DYING_TIMEOUT) => Ok(()),
-                looked => Ok(looked.map(|_running| ())?),
+            for (custody, locked) in custodies.iter().zip(locked) {
+                let call = "the driver's unlock (cuCheckpointProcessUnlock)";
+                watchdog::watch(call, watchdog::USUAL, || locked.let_go())?;
+                custody.must_not_be_unlocked();
             }
+            failpoint::pass("restore:unlocked");
+            for custody in &custodies {
+                let target = &custody.target;
+                match RunningProcess::attach(driver, target.pid) {
+                    // It ran to its end before it was looked at.
+                    Err(_) if target.ends_within(DYING_TIMEOUT) => {}
+                    looked => drop(looked?),
+                }
+            }
+            Ok(())
         },
     ));
     let ended = ended.unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()));
@@ -293,6 +328,8 @@ struct StaysLocked {
 
 /// Everything that a transfer to GPUs needs, in hand before the driver is asked.
 struct Transfer<'a> {
+    /// The lanes of each process.
+    lanes_of: Vec<Range<usize>>,
     /// The present GPU of each lane.
     gpus: Vec<usize>,
     lanes: Vec<LoadLane<'a>>,
@@ -318,7 +355,14 @@ impl<'a> Transfer<'a> {
             .collect::<Result<Vec<_>, _>>()?;
         let store = Arc::clone(&session.store_after_begin);
         let resources = resources(session, &plan, store, point.cancel.clone(), to)?;
+        let mut next = 0;
+        let lanes_of = image.manifest.processes.iter().map(|process| {
+            let first = next;
+            next += process.extents.len();
+            first..next
+        });
         Ok(Self {
+            lanes_of: lanes_of.collect(),
             gpus,
             lanes,
             queues,
@@ -326,18 +370,19 @@ impl<'a> Transfer<'a> {
         })
     }
 
-    /// Asks the driver as soon as the first chunks wait in the rings, and copies everything in.
+    /// Asks the driver as soon as the first chunks wait in the rings and there are processes to ask for, those of the image in its order, and copies everything in.
     fn run(
         self,
         driver: &Driver,
-        suspended: CheckpointedProcess,
+        suspended: impl FnOnce() -> Result<Vec<CheckpointedProcess>, PipelineError> + Send,
         ways: Ways<'_>,
         point: &PointOfNoReturn,
-    ) -> Result<(RestoringProcess, Loaded), Box<dyn Error + Send + Sync>> {
-        let (gpus, lanes) = (self.gpus, self.lanes);
-        let mut restoring = None;
+    ) -> Result<(Vec<RestoringProcess>, Loaded), Box<dyn Error + Send + Sync>> {
+        let (lanes_of, gpus, lanes) = (self.lanes_of, self.gpus, self.lanes);
+        let mut restoring = Vec::with_capacity(lanes_of.len());
         let mut no_memory = None;
         let begin = || {
+            let suspended = suspended()?;
             // A restore that runs out of GPU memory leaves the target stuck for ever: looked at as late as can be.
             let needs = gpus
                 .iter()
@@ -354,12 +399,16 @@ impl<'a> Transfer<'a> {
                 true => ways.pairs,
                 false => &[],
             };
-            let call = "the driver's restore (cuCheckpointProcessRestore)";
-            let process =
-                watchdog::watch(call, watchdog::USUAL, || suspended.begin_restore(pairs))?;
-            failpoint::pass("restore:begun");
-            let extents = match_extents(process.extents(), &gpus, &lanes)?;
-            restoring = Some(process);
+            let mut extents = Vec::with_capacity(lanes.len());
+            for (suspended, range) in suspended.into_iter().zip(&lanes_of) {
+                let call = "the driver's restore (cuCheckpointProcessRestore)";
+                let process =
+                    watchdog::watch(call, watchdog::USUAL, || suspended.begin_restore(pairs))?;
+                failpoint::pass("restore:begun");
+                let (gpus, lanes) = (&gpus[range.clone()], &lanes[range.clone()]);
+                extents.extend(match_extents(process.extents(), gpus, lanes)?);
+                restoring.push(process);
+            }
             Ok(extents)
         };
         let loaded = if lanes.is_empty() {
@@ -375,12 +424,11 @@ impl<'a> Transfer<'a> {
             };
             pipeline::load(&lanes, self.resources, destination)
         };
-        match (loaded, restoring, no_memory) {
-            (Ok(loaded), Some(restoring), _) => Ok((restoring, loaded)),
-            (_, _, Some(no_memory)) => Err(no_memory),
-            (Err(PipelineError::Cancelled), ..) if !point.is_passed() => Err(Interrupted.into()),
-            (Err(error), ..) => Err(error.into()),
-            (Ok(_), None, None) => unreachable!("a load that succeeded has asked the driver"),
+        match (loaded, no_memory) {
+            (_, Some(no_memory)) => Err(no_memory),
+            (Ok(loaded), None) => Ok((restoring, loaded)),
+            (Err(PipelineError::Cancelled), None) if !point.is_passed() => Err(Interrupted.into()),
+            (Err(error), None) => Err(error.into()),
         }
     }
 }
@@ -792,12 +840,17 @@ fn tell_of_another_driver(manifest: &Manifest, driver: &Driver) {
     }
 }
 
-/// Every GPU (by index) has so many bytes free now.
+/// Every GPU (by index) has so many bytes free now, of all that are needed there.
 fn must_have_memory(
     driver: &Driver,
     needs: impl Iterator<Item = (usize, u64)>,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let mut of_devices = BTreeMap::<usize, u64>::new();
     for (device, needed) in needs {
+        let sum = of_devices.entry(device).or_default();
+        *sum = sum.saturating_add(needed);
+    }
+    for (device, needed) in of_devices {
         let free = driver.free_memory(device)?;
         if free < needed {
             let uuid = driver.devices()[device].uuid;

@@ -1,9 +1,9 @@
-//! A save that is whole but not committed: what lies in the spill, and how `resume` finds it.
+//! A save that is whole but not committed: what lies in the spill, and how `resume` finds it; or what a whole tree's GPUs held, in the store, until the tree's host memory is there, too.
 //!
-//! In and out: `<job>/data/<attempt>/sealed.json` in the spill, beside the very objects, frame tables and manifest that the store would have. Reading trusts nothing: the entry that it would commit is
+//! In and out: `<job>/data/<attempt>/sealed.json`, in the spill beside the very objects, frame tables and manifest that the store would have, in the store beside those of the GPUs. Reading trusts nothing: the entry that it would commit is
 //! checked as one from the log is, and the manifest's digest covers the rest. What can fail: the store; bytes that are no such file ([`SealedError`]).
 //!
-//! A sealed save is no image: nothing but `resume` reads it, and only the commit that `resume` makes brings the image into being.
+//! A sealed save is no image: nothing but `resume` reads it, and only the commit that `resume` makes brings the image into being. What is sealed in the store never becomes one by itself: it goes back into the very processes that it came from.
 
 use std::collections::HashSet;
 
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{JobName, SpillPlace};
 use crate::job_log::{Entry, ImageEntry, JobLog};
 use crate::store::file::FileStore;
-use crate::store::{BadKey, Key, Store, StoreError};
+use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
 
 /// Directory below `spill.path` that holds the sealed saves of all jobs. No job can have this name, so it is apart from the images of a store in the same directory.
 pub const SPILL_DIRECTORY: &str = "spill~";
@@ -67,6 +67,23 @@ pub enum SealedError {
     },
 }
 
+/// What is whole was not sealed, as far as is known.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NotSealed {
+    /// Perhaps it is.
+    #[error("it is not known whether the save is sealed")]
+    Unknown {
+        #[source]
+        source: StoreError,
+    },
+    #[error("the save was not sealed")]
+    Store(#[from] StoreError),
+    #[error("{key} exists already")]
+    Exists { key: String },
+    #[error("the sealed save has no place")]
+    Key(#[from] BadKey),
+}
+
 impl Sealed {
     /// Its key: the last thing that is written of a spilled save.
     ///
@@ -81,6 +98,30 @@ impl Sealed {
         let bytes = serde_json::to_vec_pretty(self)
             .expect("text and numbers are always representable as JSON");
         Bytes::from(bytes)
+    }
+
+    /// Stores it, last of all that is sealed there.
+    ///
+    /// # Errors
+    /// [`NotSealed`].
+    pub(crate) async fn put(&self, store: &dyn Store, job: &JobName) -> Result<(), NotSealed> {
+        let attempt = &self.entry.attempt;
+        let key = Self::key(job, attempt)?;
+        match store.put_if_absent(&key, self.encode()).await {
+            Ok(PutOutcome::Created) => Ok(()),
+            Ok(PutOutcome::AlreadyExists) => Err(NotSealed::Exists {
+                key: key.to_string(),
+            }),
+            // The name may have been given all the same.
+            Err(error) if error.is_outcome_unknown() => {
+                match Self::read(store, job, attempt).await {
+                    Ok(Some(there)) if there == *self => Ok(()),
+                    Ok(_) => Err(error.into()),
+                    Err(_unknown) => Err(NotSealed::Unknown { source: error }),
+                }
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Reads the file of an attempt; `None` when the attempt is not sealed here.

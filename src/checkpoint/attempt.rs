@@ -42,12 +42,12 @@ pub(super) struct Attempt {
     pub(super) next_slot: u64,
     /// Until then others wait for us.
     pub(super) word_ends: Option<Instant>,
-    /// One per GPU of the node.
+    /// One per GPU of the node and process, and what else is to come.
     pub(super) uploads: Vec<OpenUpload>,
 }
 
-/// What an object is to hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What an object is to hold, in the order of a manifest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Holds {
     /// The extent that a process may turn out to have on a GPU, by their indexes.
     Gpu { member: usize, device: usize },

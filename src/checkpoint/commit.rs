@@ -1,6 +1,6 @@
 //! The commit: frame tables, then the manifest, then the one entry in the job's log that makes the image.
 //!
-//! In: lanes that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`AppendError::Fenced`]); an answer that never
+//! In: objects that have landed. Out: the image, as a reader would open it. What can fail: the store; another writer ([`AppendError::Fenced`]); an answer that never
 //! comes ([`AppendError::Unreachable`]: unknown). Before the entry stands, the image does not exist, whatever lies under its prefix.
 
 use super::attempt::{Attempt, Holds, OpenUpload};
@@ -49,13 +49,22 @@ impl CommitFailed {
     }
 }
 
+/// An object that has landed, and beside which its frame table stands.
+#[derive(Debug, Clone)]
+pub(super) struct Tabled {
+    holds: Holds,
+    extent: ExtentRecord,
+    table: FrameTable,
+    /// The store's tag for it.
+    etag: Option<String>,
+}
+
 /// An image but for its place in the log.
 pub(super) struct Written {
     /// What commits it.
     pub(super) entry: ImageEntry,
-    pub(super) manifest: Manifest,
-    /// As an [`Image`] has them.
-    pub(super) tables: Vec<Vec<FrameTable>>,
+    /// Its generation is 0 until it is committed.
+    pub(super) image: Image,
 }
 
 /// What was saved, and how: all that the manifest says beside the objects.
@@ -82,12 +91,12 @@ pub(super) struct CapturedTree {
 }
 
 impl<'a> Captured<'a> {
-    /// The memory of one process's GPUs.
-    pub(super) fn gpus(driver: &'a Driver, target: &'a Target) -> Self {
+    /// The memory of these processes' GPUs.
+    pub(super) fn gpus(driver: &'a Driver, members: Vec<&'a Target>) -> Self {
         Self {
             driver,
             mode: CaptureMode::CustomStorage,
-            members: vec![target],
+            members,
             tree: None,
         }
     }
@@ -100,18 +109,16 @@ impl<'a> Captured<'a> {
     }
 }
 
-/// Everything that makes an image of what has landed: frame tables, the manifest, the one entry.
+/// Everything that makes an image of what has landed and has its frame table: the manifest, the one entry.
 pub(super) fn commit(
     session: &Session,
     captured: &Captured<'_>,
     attempt: &Attempt,
-    lanes: Vec<SavedLane>,
-    etags: Vec<Option<String>>,
+    landed: Vec<Tabled>,
 ) -> Result<Image, CommitFailed> {
     let store = &*session.store_after_begin;
-    let uploads = &attempt.uploads;
     let key = manifest_key(&attempt.nonce);
-    let written = write_manifest(session, captured, (attempt, uploads), (store, key), lanes)?;
+    let written = write_manifest(session, captured, attempt, (store, key), landed)?;
     let entered = append_image(
         store,
         &session.config.job,
@@ -124,29 +131,22 @@ pub(super) fn commit(
     failpoint::pass("commit:entered");
     Ok(Image {
         generation,
-        attempt: attempt.nonce.clone(),
-        manifest_digest: written.entry.manifest_digest,
-        manifest: written.manifest,
-        tables: written.tables,
-        etags,
-        files: captured.tree.as_ref().map(|tree| tree.files.clone()),
+        ..written.image
     })
 }
 
-/// Puts frame tables, and the manifest under this key, beside objects that have landed in this store, under the keys of these `uploads`.
-pub(super) fn write_manifest(
+/// Puts the frame tables of what has landed in this store, under the keys of these `uploads`, beside the objects; `etags` are the store's tags for them.
+pub(super) fn write_tables(
     session: &Session,
-    captured: &Captured<'_>,
-    (attempt, uploads): (&Attempt, &[OpenUpload]),
-    (store, manifest_key): (&dyn Store, String),
+    driver: &Driver,
+    (store, uploads): (&dyn Store, &[OpenUpload]),
     lanes: Vec<SavedLane>,
-) -> Result<Written, CommitFailed> {
+    etags: Vec<Option<String>>,
+) -> Result<Vec<Tabled>, CommitFailed> {
     let job = &session.config.job;
-    let mut tables = Vec::with_capacity(lanes.len());
-    let mut extents: Vec<Vec<ExtentRecord>> = captured.members.iter().map(|_| Vec::new()).collect();
-    let mut host = None;
-    let mut to_put = Vec::with_capacity(lanes.len() + 2);
-    for lane in lanes {
+    let mut tabled = Vec::with_capacity(lanes.len());
+    let mut to_put = Vec::with_capacity(lanes.len());
+    for (lane, etag) in lanes.into_iter().zip(etags) {
         let open = uploads.iter().find(|open| open.key == lane.key);
         let Some(open) = open else {
             unreachable!("every lane was made from an open upload")
@@ -155,7 +155,7 @@ pub(super) fn write_manifest(
         let table_key = format!("{}.frames.json", object_key.trim_end_matches(".zst"));
         let encoded = lane.table.encode();
         let device = match open.holds {
-            Holds::Gpu { device, .. } => captured.driver.devices()[device].uuid.to_string(),
+            Holds::Gpu { device, .. } => driver.devices()[device].uuid.to_string(),
             Holds::Host => HOST.to_owned(),
         };
         let extent = ExtentRecord {
@@ -169,20 +169,55 @@ pub(super) fn write_manifest(
             },
             table: FrameTable::record(&encoded, table_key.clone()),
         };
-        match open.holds {
-            Holds::Gpu { member, .. } => extents[member].push(extent),
-            Holds::Host => host = Some(extent),
-        }
         to_put.push((Key::of_job(job, &table_key)?, encoded));
-        tables.push(lane.table);
+        tabled.push(Tabled {
+            holds: open.holds,
+            extent,
+            table: lane.table,
+            etag,
+        });
     }
+    session.wait(async {
+        let puts = to_put
+            .into_iter()
+            .map(|(key, bytes)| put_new(store, key, bytes));
+        futures::future::try_join_all(puts).await
+    })?;
+    failpoint::pass("commit:tables stored");
+    Ok(tabled)
+}
+
+/// Puts the manifest of all that has landed, and has its table, under this key.
+pub(super) fn write_manifest(
+    session: &Session,
+    captured: &Captured<'_>,
+    attempt: &Attempt,
+    (store, manifest_key): (&dyn Store, String),
+    mut landed: Vec<Tabled>,
+) -> Result<Written, CommitFailed> {
+    let job = &session.config.job;
+    // As the manifest has them.
+    landed.sort_by_key(|object| object.holds);
+    let mut tables = Vec::with_capacity(landed.len());
+    let mut etags = Vec::with_capacity(landed.len());
+    let mut extents: Vec<Vec<ExtentRecord>> = captured.members.iter().map(|_| Vec::new()).collect();
+    let mut host = None;
+    for object in landed {
+        match object.holds {
+            Holds::Gpu { member, .. } => extents[member].push(object.extent),
+            Holds::Host => host = Some(object.extent),
+        }
+        tables.push(object.table);
+        etags.push(object.etag);
+    }
+    let mut files_to_put = None;
     let tree = match (&captured.tree, host) {
         (Some(tree), Some(memory)) => {
             let key = host_files_key(&attempt.nonce);
             let encoded = tree.files.encode();
             let files = FrameTable::record(&encoded, key.clone());
             HostFiles::decode_and_verify(&encoded, &files, memory.raw_len)?;
-            to_put.push((Key::of_job(job, &key)?, encoded));
+            files_to_put = Some((Key::of_job(job, &key)?, encoded));
             Some(TreeRecord {
                 root: tree.root,
                 pids: tree.pids.clone(),
@@ -203,11 +238,9 @@ pub(super) fn write_manifest(
     Manifest::decode_and_verify(&encoded, job.as_str(), &attempt.nonce)?;
     let manifest_object = Key::of_job(job, &manifest_key)?;
     session.wait(async {
-        let puts = to_put
-            .into_iter()
-            .map(|(key, bytes)| put_new(store, key, bytes));
-        futures::future::try_join_all(puts).await?;
-        failpoint::pass("commit:tables stored");
+        if let Some((key, bytes)) = files_to_put {
+            put_new(store, key, bytes).await?;
+        }
         put_new(store, manifest_object, encoded).await
     })?;
     failpoint::pass("commit:manifest stored");
@@ -223,11 +256,16 @@ pub(super) fn write_manifest(
         created_ms: manifest.created_ms,
         tool: tool(),
     };
-    Ok(Written {
-        entry,
+    let image = Image {
+        generation: 0,
+        attempt: attempt.nonce.clone(),
+        manifest_digest,
         tables: by_process(&manifest, tables),
         manifest,
-    })
+        etags,
+        files: captured.tree.as_ref().map(|tree| tree.files.clone()),
+    };
+    Ok(Written { entry, image })
 }
 
 async fn put_new(store: &dyn Store, key: Key, bytes: Vec<u8>) -> Result<(), CommitFailed> {

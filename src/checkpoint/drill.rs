@@ -152,7 +152,7 @@ fn there_and_back(
         upload,
     };
     let store = Arc::clone(&session.store) as Arc<dyn Store>;
-    let dealt = memory.deal_out(session, &[gpu.extent()], store, &[open]);
+    let dealt = memory.deal_out(session, [(0, &gpu.extent())], store, &[open]);
     let Some((lanes, encoders, resources)) = dealt else {
         unreachable!("provisions were made for one run");
     };

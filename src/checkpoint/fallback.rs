@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use super::spill::{SealUnknown, SealedSave, Spill};
+use super::spill::{SealedSave, Spill};
 use super::{Afterwards, Around, Committed, Then, complete, look, lost};
 use crate::config::OnFailure;
 use crate::driver::{CheckpointingProcess, LockedProcess};
@@ -26,7 +26,7 @@ use crate::journal::Step;
 use crate::phases::PhaseClock;
 use crate::restore::{self, Ways};
 use crate::resume::upload_sealed;
-use crate::sealed::Sealed;
+use crate::sealed::{NotSealed, Sealed};
 use crate::session::Session;
 
 /// How long the log may take to say that the job is still ours. A store that has just failed is not waited for.
@@ -78,7 +78,7 @@ pub(super) fn sealed(
                 };
                 is_given_up
             };
-            let process = (around.custody, suspended);
+            let process = vec![(around.custody, suspended)];
             let given = restore::bring_back(
                 &reading,
                 clock,
@@ -208,7 +208,7 @@ pub(super) fn not_sealed(
     failure
         .attached
         .push(format!("the spill failed too: {why}"));
-    if error.is::<SealUnknown>() {
+    if let Some(NotSealed::Unknown { .. }) = error.downcast_ref() {
         // It may be found by `resume`: the attempt is not given up.
         failure.phase = Phase::Spill;
         let note = "whether the save is sealed is not known; `ckptstream resume` finds out";
@@ -249,7 +249,7 @@ pub(super) fn upload_afterwards(
         }
         (Ok(suspended), Then::Resume | Then::ResumeUnlessDue) => {
             let reading = spill.session(session);
-            let process = (around.custody, suspended);
+            let process = vec![(around.custody, suspended)];
             restore::bring_back(
                 &reading,
                 clock,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::attempt::{Attempt, Holds, OpenUpload, fresh_key, gpu_name};
-use super::commit::{Captured, Written, write_manifest};
+use super::commit::{Captured, Written, write_manifest, write_tables};
 use super::memory::Memory;
 use super::{expect_still, land};
 use crate::config::{JobName, OnFailure, SpillPlace, SpillWhen, Survives};
@@ -30,7 +30,7 @@ use crate::sealed::{self, SPILL_DIRECTORY, Sealed, SealedError};
 use crate::session::Session;
 use crate::store::file::{Claim, FileStore};
 use crate::store::retry::{RetryPolicy, Retrying};
-use crate::store::{PutOutcome, Store, StoreError};
+use crate::store::{Store, StoreError};
 use crate::target::Target;
 
 /// Bytes that are written to learn the disk's rate: enough for more than one of its own buffers.
@@ -80,14 +80,6 @@ impl NoSpill {
         tracing::warn!("{why}");
         Self(why)
     }
-}
-
-/// The save is whole in the spill, and perhaps it is sealed.
-#[derive(Debug, thiserror::Error)]
-#[error("it is not known whether the save is sealed")]
-pub(super) struct SealUnknown {
-    #[source]
-    source: StoreError,
 }
 
 /// Why there is no spill.
@@ -290,35 +282,28 @@ impl Spill {
         expect_still(driver, target, ProcessState::Checkpointing)?;
         let store = Arc::clone(&self.store) as Arc<dyn Store>;
         let (lanes, encoders, resources) = memory
-            .deal_out(session, begun.extents(), store, &self.uploads)
+            .deal_out(
+                session,
+                begun.extents().iter().map(|extent| (0, extent)),
+                store,
+                &self.uploads,
+            )
             .ok_or("nothing was prepared for a second run")?;
         let saved = pipeline::save(lanes, encoders, resources)?;
         failpoint::pass("spill:all written");
         let etags = land(session, &*self.store, &saved.lanes)?;
         failpoint::pass("spill:all landed");
         expect_still(driver, target, ProcessState::Checkpointing)?;
-        let written = write_manifest(
+        let into = (&*self.store as &dyn Store, self.uploads.as_slice());
+        let landed = write_tables(session, driver, into, saved.lanes, etags)?;
+        let Written { entry, image } = write_manifest(
             session,
-            &Captured::gpus(driver, target),
-            (attempt, &self.uploads),
+            &Captured::gpus(driver, vec![target]),
+            attempt,
             (&*self.store, spilled_manifest_key(&attempt.nonce)),
-            saved.lanes,
+            landed,
         )?;
         failpoint::pass("spill:manifest stored");
-        let Written {
-            entry,
-            manifest,
-            tables,
-        } = written;
-        let image = Image {
-            generation: 0,
-            attempt: attempt.nonce.clone(),
-            manifest_digest: entry.manifest_digest,
-            manifest,
-            tables,
-            etags,
-            files: None,
-        };
         let sealed = Sealed {
             format: sealed::FORMAT,
             job: session.config.job.to_string(),
@@ -326,35 +311,14 @@ impl Spill {
             next_slot: attempt.next_slot,
             entry,
         };
-        let key = Sealed::key(&session.config.job, &attempt.nonce)?;
-        let put = session.wait(self.store.put_if_absent(&key, sealed.encode()));
-        let put = match put {
-            // The name may have been given all the same.
-            Err(error) if error.is_outcome_unknown() => {
-                match session.wait(Sealed::read(
-                    &*self.store,
-                    &session.config.job,
-                    &attempt.nonce,
-                )) {
-                    Ok(Some(there)) if there == sealed => Ok(PutOutcome::Created),
-                    Ok(_) => Err(error),
-                    Err(_unknown) => return Err(SealUnknown { source: error }.into()),
-                }
-            }
-            put => put,
-        };
-        match put? {
-            PutOutcome::Created => {
-                failpoint::pass("spill:sealed");
-                Ok(SealedSave {
-                    sealed,
-                    image,
-                    stages: saved.stages,
-                    slowest_stage: saved.slowest_stage,
-                })
-            }
-            PutOutcome::AlreadyExists => Err(format!("{key} exists already").into()),
-        }
+        session.wait(sealed.put(&*self.store, &session.config.job))?;
+        failpoint::pass("spill:sealed");
+        Ok(SealedSave {
+            sealed,
+            image,
+            stages: saved.stages,
+            slowest_stage: saved.slowest_stage,
+        })
     }
 
     /// What a person has to know about a sealed save.

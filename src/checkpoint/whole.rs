@@ -1,4 +1,4 @@
-//! The story out for a whole process tree, on drivers without custom storage: lock all → stage all → CRIU dump, streamed → land → commit → end the tree.
+//! The story out for a whole process tree: lock all → begin all, stream, seal, complete all (or, without custom storage, stage all) → CRIU dump, streamed → land → commit → end the tree.
 //!
 //! In: the root of a running tree, one or more of whose processes use GPUs. Out: a committed image of all of it, and the tree ended (or running again, `--then resume`).
 //!
@@ -6,31 +6,33 @@
 //! |---|---|---|---|
 //! | prepare | nothing | running, untouched | 2, 3, 4, 7 or 10 |
 //! | lock all | nothing | unlocked again, the last one first; after a kill a guard unlocks each | 10 |
+//! | begin all, stream, seal | nothing | its memory is mapped by us; what was begun before one that is refused is sealed, and given back | 12; 10 of what was given back |
 //! | stage all | nothing | GPU memory is in host memory: given back, and unlocked | 10, else 12 |
-//! | dump, land | parts that no log entry names | stopped: let go on, given back, unlocked | 10, else 12 |
+//! | dump, land | parts that no log entry names | CRIU is asked once more; then the tree is let go on, given back, unlocked | 10; else 16 where the GPUs' memory is sealed, 12 where it is not |
 //! | commit, answer lost | unknown | stopped | 13 |
 //! | another writer has the job | another's | stopped | 15 |
 //! | committed | this one | ended, or given back | 0, else 14 |
 //!
-//! The bytes are in the tree's own host memory all the while, so until the commit every failure has a way back. The driver's own thread lives in the tree: it goes on before the driver is asked.
+//! From the seal on (or, staged, all the while) the GPUs' bytes are somewhere, so until the commit every failure has a way back. The driver's own thread lives in the tree: it goes on before the driver is asked.
 
 mod prepare;
+mod staged;
+mod streamed;
 
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::attempt::Attempt;
-use super::commit::{Captured, CapturedTree, commit};
-use super::memory::HostMemory;
+use super::attempt::{Attempt, Holds, OpenUpload};
+use super::commit::{Captured, CapturedTree, commit, write_tables};
+use super::memory::Memory;
 use super::{Then, is_given_up, land, look, may_go_on, named, not_begun};
 use crate::config::{Config, DriverMode, HostSave};
 use crate::custody::Custody;
-use crate::driver::{
-    CheckpointedProcess, Driver, DriverError, LockedProcess, ProcessState, RunningProcess,
-};
+use crate::driver::{CheckpointedProcess, Driver, DriverError, LockedProcess, RunningProcess};
 use crate::error::{ExitCode, Failure, Phase, TargetState, one_line};
 use crate::failpoint;
 use crate::host::{Capture, Criu, CriuError, DumpRoot, ImagesDir, ProcessTree, Watch, wanted_by};
@@ -40,9 +42,10 @@ use crate::manifest::{CaptureMode, HostFiles};
 use crate::outcome::{Outcome, StageOutcome};
 use crate::ownership::WhileSaved;
 use crate::phases::PhaseClock;
-use crate::pipeline::{self, PipelineError, Saved};
+use crate::pipeline::{self, PipelineError, Saved, all_runs, slowest};
 use crate::restore;
 use crate::session::Session;
+use crate::store::{Key, Store};
 use crate::target::Target;
 use crate::watchdog;
 use prepare::{Prepared, prepare};
@@ -53,9 +56,6 @@ pub(crate) use prepare::gpu_users;
 const DUMP_LIMIT: Duration = Duration::from_secs(3600);
 /// How long an ended tree may take to be gone.
 const END_LIMIT: Duration = Duration::from_secs(30);
-/// The driver copies GPU memory to host memory at 1 to 2 GB/s.
-const STAGING_USUAL: Duration = Duration::from_secs(300);
-
 /// Whether saves are of the whole tree: they are asked for, or this driver has no other.
 pub(super) fn is_asked_for(config: &Config) -> bool {
     match (config.driver.mode, config.host.save) {
@@ -95,14 +95,23 @@ pub(super) fn checkpoint(
 struct Around<'a> {
     session: &'a Session,
     driver: &'a Arc<Driver>,
+    criu: &'a Criu,
+    mode: CaptureMode,
     /// As it was before the lock.
     tree: &'a ProcessTree,
     custodies: &'a [Custody],
+    attempt: &'a Attempt,
+    /// The store has the GPUs' memory of all members.
+    is_sealed: AtomicBool,
 }
 
 impl Around<'_> {
     fn root(&self) -> &Target {
         self.tree.root()
+    }
+
+    fn members(&self) -> Vec<&Target> {
+        self.custodies.iter().map(|it| &it.target).collect()
     }
 
     fn targets(&self) -> Vec<TargetState> {
@@ -112,7 +121,7 @@ impl Around<'_> {
             .collect()
     }
 
-    /// A failure, with the members as they are now: 10 where all that there are run.
+    /// A failure, with the members as they are now: 10 where all that there are run, 16 where all are suspended and their memory is sealed.
     fn failed(&self, phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
         let targets = self.targets();
         let is = |target: &TargetState, state: &str| target.state == state;
@@ -121,12 +130,20 @@ impl Around<'_> {
             () if all_are("gone") => ExitCode::NothingToSave,
             // One that ended by itself meanwhile is nobody's failure.
             () if all_are("running") => ExitCode::RolledBack,
+            () if all_are("checkpointed") && self.is_sealed.load(Ordering::Relaxed) => {
+                ExitCode::HostMemoryNotSaved
+            }
             () => ExitCode::Lost,
         };
-        Failure {
-            targets,
-            ..Failure::new(code, phase, cause)
+        let mut failure = Failure::new(code, phase, cause);
+        failure.targets = targets;
+        if code == ExitCode::HostMemoryNotSaved {
+            failure.notes.push(format!(
+                "the GPUs' memory of the tree is sealed in the store: `ckptstream restore --pid {}` brings it back as long as this node, and the tree, are there",
+                self.root().pid
+            ));
         }
+        failure
     }
 }
 
@@ -139,24 +156,24 @@ fn save(
     let Prepared {
         driver,
         criu,
+        mode,
         tree,
         members,
         attempt,
         mut memory,
-        expected,
     } = prepared;
     let (custodies, running): (Vec<Custody>, Vec<RunningProcess>) = members.into_iter().unzip();
     let around = Around {
         session,
         driver: &driver,
+        criu: &criu,
+        mode,
         tree: &tree,
         custodies: &custodies,
+        attempt: &attempt,
+        is_sealed: AtomicBool::new(false),
     };
-    let work = AssertUnwindSafe(|| {
-        save_locked(&around, clock, then, running, |clock| {
-            dump_and_commit(&around, clock, &criu, &attempt, &mut memory, expected)
-        })
-    });
+    let work = AssertUnwindSafe(|| save_locked(&around, clock, then, running, &mut memory));
     let saved = catch_unwind(work).unwrap_or_else(|panic| {
         // What is staged stays so, and is written down: `recover` gives it back.
         let cause = PipelineError::of_story(panic.as_ref());
@@ -176,6 +193,10 @@ fn save(
     };
     let result = match saved {
         Ok(saved) => {
+            // Those for GPUs without data, and for a dump that was not needed.
+            for leftover in attempt.abort_uploads(session, &saved.dumped.landed) {
+                tracing::warn!("{leftover}");
+            }
             // Of a tree that was ended there is nothing to look at.
             let targets = match saved.runs {
                 true => around.targets(),
@@ -213,22 +234,46 @@ struct SavedTree {
     free_again: Instant,
 }
 
+/// Every member is suspended, and its GPUs' memory let go.
+struct Suspended {
+    processes: Vec<CheckpointedProcess>,
+    gpus: Gpus,
+}
+
+/// Where the GPUs' memory is.
+enum Gpus {
+    /// In the host memory of the tree itself.
+    Staged,
+    /// In the store.
+    Sealed(Box<streamed::Sealed>),
+}
+
 /// From the first lock on.
 fn save_locked(
     around: &Around<'_>,
     clock: &mut PhaseClock,
     then: Then,
     running: Vec<RunningProcess>,
-    dump_and_commit: impl FnOnce(&mut PhaseClock) -> Result<(ProcessTree, Dumped), Failure>,
+    memory: &mut Memory,
 ) -> Result<SavedTree, Failure> {
     let locked_at = clock.enter(Phase::Lock);
     let locked = lock_all(around, running)?;
     failpoint::pass("lock:locked");
     clock.enter(Phase::Begin);
-    let staged = stage_all(around, locked)?;
+    let suspended = match around.mode {
+        CaptureMode::Staged => Suspended {
+            processes: staged::stage_all(around, locked)?,
+            gpus: Gpus::Staged,
+        },
+        CaptureMode::CustomStorage => {
+            let (processes, sealed) = streamed::seal_all(around, clock, locked, memory)?;
+            let gpus = Gpus::Sealed(Box::new(sealed));
+            Suspended { processes, gpus }
+        }
+    };
     let done = catch_unwind(AssertUnwindSafe(|| {
-        failpoint::pass("stage:all staged");
-        dump_and_commit(clock)
+        failpoint::pass("dump:all suspended");
+        dump_and_commit(around, clock, memory, &suspended.gpus)
     }));
     let done = done.unwrap_or_else(|panic| {
         let code = match clock.phase() {
@@ -240,20 +285,19 @@ fn save_locked(
     });
     let (tree, dumped) = match done {
         Ok(done) => done,
-        Err(failure) => return Err(give_back(around, clock, staged, failure)),
+        Err(failure) => return Err(give_back(around, clock, suspended, failure)),
     };
     let is_to_run = match then {
         Then::Suspend => false,
         Then::Resume => true,
         Then::ResumeUnlessDue => around.session.deadline().is_none(),
     };
-    clock.enter(match is_to_run {
-        true => Phase::Restore,
-        false => Phase::Complete,
-    });
     let ended = match is_to_run {
-        true => bring_back(around, staged),
-        false => end(around, &tree),
+        true => bring_back(around, clock, suspended),
+        false => {
+            clock.enter(Phase::Complete);
+            end(around, &tree)
+        }
     };
     ended.map_err(|cause| Failure {
         generation: Some(dumped.image.generation),
@@ -325,53 +369,11 @@ struct NewGpuUser {
     pid: u32,
 }
 
-/// The driver copies every member's GPU memory into its host memory, one after the other. Where it does not, those before get theirs back, and all are unlocked.
-fn stage_all(
-    around: &Around<'_>,
-    locked: Vec<LockedProcess>,
-) -> Result<Vec<CheckpointedProcess>, Failure> {
-    let mut staged = Vec::with_capacity(locked.len());
-    let mut waiting = locked.into_iter();
-    let mut failed = None;
-    for (custody, process) in around.custodies.iter().zip(waiting.by_ref()) {
-        if let Err(error) = custody.step(&Step::Stage {
-            root: around.root().pid,
-            root_start: around.root().start_time,
-        }) {
-            failed = Some((Some(process), error.into()));
-            break;
-        }
-        custody.must_not_be_unlocked();
-        let call = "the driver's checkpoint to host memory (cuCheckpointProcessCheckpoint)";
-        match watchdog::watch(call, STAGING_USUAL, || process.stage()) {
-            Ok(process) => staged.push(process),
-            Err(mut error) => {
-                let locked = error.locked.take();
-                let cause: Box<dyn Error + Send + Sync> = error.into();
-                failed = Some((locked, cause));
-                break;
-            }
-        }
-        failpoint::pass("stage:one staged");
-    }
-    let Some((locked, cause)) = failed else {
-        return Ok(staged);
-    };
-    let mut attached = Vec::new();
-    for process in locked.into_iter().chain(waiting) {
-        attached.extend(process.unlock().err().map(|error| one_line(&error)));
-    }
-    if let Err(error) = unstage_and_unlock(around, staged) {
-        attached.push(one_line(error.as_ref()));
-    }
-    let mut failure = around.failed(Phase::Begin, cause);
-    failure.attached.extend(attached);
-    Err(failure)
-}
-
 /// What CRIU and the pipeline made of the tree.
 struct Dumped {
     image: Image,
+    /// Keys of its data objects.
+    landed: Vec<Key>,
     stages: Vec<StageOutcome>,
     slowest_stage: Option<String>,
 }
@@ -380,32 +382,31 @@ struct Dumped {
 fn dump_and_commit(
     around: &Around<'_>,
     clock: &mut PhaseClock,
-    criu: &Criu,
-    attempt: &Attempt,
-    memory: &mut HostMemory,
-    expected: u64,
+    memory: &mut Memory,
+    gpus: &Gpus,
 ) -> Result<(ProcessTree, Dumped), Failure> {
-    let session = around.session;
+    let (session, attempt) = (around.session, around.attempt);
     // A failure here says how things stand when it was given back; until then the code is that of what is lost if it cannot be.
     let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| {
         Failure::new(ExitCode::Lost, phase, cause)
     };
-    clock.enter(Phase::Stream);
-    let dumping = dump(around, criu, attempt, memory, expected);
-    let (saved, files) = dumping.map_err(|cause| failed(Phase::Stream, cause))?;
+    clock.enter(Phase::Dump);
+    let dumping = dump_or_once_more(around, memory);
+    let (saved, files) = dumping.map_err(|cause| failed(Phase::Dump, cause))?;
     let Saved {
         lanes,
         stages,
         slowest_stage,
     } = saved;
-    failpoint::pass("stream:all acknowledged");
+    failpoint::pass("dump:all acknowledged");
     let tree = ProcessTree::look(around.root().pid);
-    let tree = tree.map_err(|error| failed(Phase::Stream, error.into()))?;
+    let tree = tree.map_err(|error| failed(Phase::Dump, error.into()))?;
 
     clock.enter(Phase::Land);
     let store = &*session.store_after_begin;
     let etags = land(session, store, &lanes).map_err(|error| failed(Phase::Land, error.into()))?;
-    failpoint::pass("land:all landed");
+    let mut landed: Vec<Key> = lanes.iter().map(|lane| lane.key.clone()).collect();
+    failpoint::pass("dump:all landed");
 
     clock.enter(Phase::Commit);
     may_go_on(session).map_err(|cause| failed(Phase::Commit, cause))?;
@@ -423,33 +424,48 @@ fn dump_and_commit(
     }
     let captured = Captured {
         driver: around.driver,
-        mode: CaptureMode::Staged,
-        members: around.custodies.iter().map(|it| &it.target).collect(),
+        mode: around.mode,
+        members: around.members(),
         tree: Some(CapturedTree {
             root: tree.root().own_pid(),
             pids: tree.own_pids(),
             stdio: tree.root().standard_streams(),
-            criu: criu.version.clone(),
+            criu: around.criu.version.clone(),
             files: HostFiles {
                 wanted: wanted_by(&tree),
                 ..files
             },
         }),
     };
-    let image = commit(session, &captured, attempt, lanes, etags).map_err(|error| Failure {
-        code: error.code(),
-        ..failed(Phase::Commit, error.into())
-    })?;
+    let into = (store as &dyn Store, attempt.uploads.as_slice());
+    let image = write_tables(session, around.driver, into, lanes, etags)
+        .and_then(|mut objects| {
+            if let Gpus::Sealed(sealed) = gpus {
+                objects.extend_from_slice(&sealed.objects);
+            }
+            commit(session, &captured, attempt, objects)
+        })
+        .map_err(|error| Failure {
+            code: error.code(),
+            ..failed(Phase::Commit, error.into())
+        })?;
     for custody in around.custodies {
         custody.note(Step::Committed {
             generation: image.generation,
         });
     }
-    let dumped = Dumped {
+    let mut dumped = Dumped {
         image,
+        landed: Vec::new(),
         stages,
         slowest_stage,
     };
+    if let Gpus::Sealed(sealed) = gpus {
+        landed.extend_from_slice(&sealed.landed);
+        dumped.stages = all_runs([sealed.stages.clone(), dumped.stages]);
+        dumped.slowest_stage = slowest(&dumped.stages);
+    }
+    dumped.landed = landed;
     Ok((tree, dumped))
 }
 
@@ -465,32 +481,56 @@ struct NotStill {
     pid: u32,
 }
 
+/// A dump that CRIU gives up is tried once more, from the beginning and to another object.
+fn dump_or_once_more(
+    around: &Around<'_>,
+    memory: &mut Memory,
+) -> Result<(Saved, HostFiles), Box<dyn Error + Send + Sync>> {
+    let uploads = around.attempt.uploads.iter();
+    let mut uploads = uploads.filter(|open| open.holds == Holds::Host);
+    let (Some(first), Some(second)) = (uploads.next(), uploads.next()) else {
+        unreachable!("two uploads were opened for the host memory");
+    };
+    let cause = match dump(around, memory, first) {
+        Ok(dumped) => return Ok(dumped),
+        Err(cause) => cause,
+    };
+    let is_crius = matches!(cause.downcast_ref(), Some(CriuError::Failed { .. }));
+    if !is_crius || may_go_on(around.session).is_err() {
+        return Err(cause);
+    }
+    tracing::warn!("{}; it is asked once more", one_line(cause.as_ref()));
+    around.tree.go_on()?;
+    failpoint::pass("dump:once more");
+    dump(around, memory, second)
+}
+
 /// CRIU writes, the pipeline reads. What CRIU says comes first: when it has failed, what it wrote is of no moment.
 fn dump(
     around: &Around<'_>,
-    criu: &Criu,
-    attempt: &Attempt,
-    memory: &mut HostMemory,
-    expected: u64,
+    memory: &mut Memory,
+    open: &OpenUpload,
 ) -> Result<(Saved, HostFiles), Box<dyn Error + Send + Sync>> {
     let session = around.session;
     let dir = ImagesDir::make()?;
     let watch = Arc::new(Watch::default());
     let (files_out, files_in) = mpsc::channel();
     let capture = Capture::listen(dir.path(), Arc::clone(&watch), files_out)?;
-    let Some(open) = attempt.uploads.first() else {
-        unreachable!("an upload was opened for the host memory");
+    let store = Arc::clone(&session.store_after_begin) as Arc<dyn Store>;
+    let dealt = memory.deal_out_host(session, Box::new(capture), store, open);
+    let Some((lanes, encoders, resources)) = dealt else {
+        unreachable!("memory was prepared for a tree");
     };
-    let source = (Box::new(capture) as _, expected);
-    let (lane, encoders, resources) = memory.lane(session, source, open);
-    let run = criu.dump(DumpRoot::of(around.root())?, dir.path(), DUMP_LIMIT)?;
+    let run = around
+        .criu
+        .dump(DumpRoot::of(around.root())?, dir.path(), DUMP_LIMIT)?;
     failpoint::pass("dump:begun");
     let (ran, saved) = std::thread::scope(|scope| {
         let running = scope.spawn(|| {
             // Until the commit there is a way back, so a signal is obeyed.
             run.wait(&watch, || may_go_on(session).is_err())
         });
-        let saved = pipeline::save(vec![lane], encoders, resources);
+        let saved = pipeline::save(lanes, encoders, resources);
         if saved.is_err() {
             watch.give_up();
         }
@@ -519,7 +559,7 @@ fn dump(
 fn give_back(
     around: &Around<'_>,
     clock: &mut PhaseClock,
-    staged: Vec<CheckpointedProcess>,
+    suspended: Suspended,
     failure: Failure,
 ) -> Failure {
     if matches!(failure.code, ExitCode::CommitUnknown | ExitCode::Fenced) {
@@ -528,12 +568,23 @@ fn give_back(
             ..failure
         };
     }
-    clock.enter(Phase::Restore);
-    let given = bring_back(around, staged);
+    let given = match does_not_fit(around, &suspended.gpus) {
+        None => {
+            for custody in around.custodies {
+                custody.note(Step::GiveBack);
+                custody.flush();
+            }
+            bring_back(around, clock, suspended)
+        }
+        Some(why) => {
+            go_on(around);
+            Err(why.into())
+        }
+    };
     let looked = around.failed(failure.phase, failure.cause);
     let mut failure = Failure {
         attached: failure.attached,
-        notes: failure.notes,
+        notes: [failure.notes, looked.notes].concat(),
         ..looked
     };
     match given {
@@ -548,11 +599,45 @@ fn give_back(
     failure
 }
 
+/// Why there is no time to read from the store what the tree is to be given back. Out of its own host memory it is given back whatever the time: the job ends of that no sooner.
+fn does_not_fit(around: &Around<'_>, gpus: &Gpus) -> Option<NoTime> {
+    let (Gpus::Sealed(sealed), Some(deadline)) = (gpus, around.session.deadline()) else {
+        return None;
+    };
+    let left = deadline.saturating_duration_since(Instant::now());
+    let needed = sealed.took;
+    (left < needed).then_some(NoTime { needed, left })
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "reading it back takes {needed:.1?}, as storing it did, and {left:.1?} are left (--deadline, preempt.notice)"
+)]
+struct NoTime {
+    needed: Duration,
+    left: Duration,
+}
+
 /// The tree goes on, every member gets its memory back, and then all are unlocked.
 fn bring_back(
     around: &Around<'_>,
-    staged: Vec<CheckpointedProcess>,
+    clock: &mut PhaseClock,
+    suspended: Suspended,
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
+    go_on(around);
+    let Suspended { processes, gpus } = suspended;
+    match gpus {
+        Gpus::Staged => {
+            clock.enter(Phase::Restore);
+            staged::unstage_and_unlock(around, processes)
+        }
+        Gpus::Sealed(sealed) => {
+            streamed::bring_back(around, clock, &sealed.image, around.custodies, processes)
+        }
+    }
+}
+
+fn go_on(around: &Around<'_>) {
     // Whoever has ended is not stopped; those whose parent has ended are no descendants any more.
     let now = ProcessTree::look(around.root().pid);
     for tree in now.iter().chain([around.tree]) {
@@ -560,58 +645,6 @@ fn bring_back(
             tracing::warn!("a process of the tree may be stopped still: {error}");
         }
     }
-    unstage_and_unlock(around, staged)
-}
-
-/// No member is unlocked before all have their memory.
-fn unstage_and_unlock(
-    around: &Around<'_>,
-    staged: Vec<CheckpointedProcess>,
-) -> Result<(), Box<dyn Error + Send + Sync>> {
-    let mut first: Option<Box<dyn Error + Send + Sync>> = None;
-    let has_ended = |custody: &Custody| custody.target.ends_within(super::DYING_TIMEOUT);
-    let mut locked = Vec::with_capacity(staged.len());
-    for (custody, process) in around.custodies.iter().zip(staged) {
-        custody.note(Step::Restore);
-        let call = "the driver's restore from host memory (cuCheckpointProcessRestore)";
-        match watchdog::watch(call, STAGING_USUAL, || process.unstage(&[])) {
-            Ok(process) => {
-                custody.note(Step::RestoreComplete);
-                locked.push((custody, process));
-            }
-            Err(_) if has_ended(custody) => {}
-            Err(error) => keep_first(&mut first, error),
-        }
-        failpoint::pass("give-back:one has its memory");
-    }
-    if let Some(error) = first {
-        return Err(error);
-    }
-    for (custody, process) in locked {
-        custody.may_be_locked();
-        let call = "the driver's unlock (cuCheckpointProcessUnlock)";
-        match watchdog::watch(call, watchdog::USUAL, || process.let_go()) {
-            Ok(()) => custody.must_not_be_unlocked(),
-            Err(_) if has_ended(custody) => {}
-            Err(error) => keep_first(&mut first, error),
-        }
-    }
-    if let Some(error) = first {
-        return Err(error);
-    }
-    for custody in around.custodies {
-        let pid = custody.target.pid;
-        match around.driver.state(pid) {
-            Ok(ProcessState::Running) => {}
-            Err(_) if custody.target.ends_within(super::DYING_TIMEOUT) => {}
-            Ok(found) => {
-                let needed = ProcessState::Running;
-                return Err(DriverError::WrongState { pid, found, needed }.into());
-            }
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(())
 }
 
 /// The first failure is told in the end, the others at once.

@@ -145,8 +145,8 @@ impl RunReport {
             Done::Transfer(outcome) => {
                 report.phase = outcome.seconds.last().map(|entry| entry.phase);
                 report.job = Some(outcome.job);
-                report.image = Some(outcome.image);
-                report.generation = Some(outcome.generation);
+                report.image = Some(outcome.image).filter(|image| !image.is_empty());
+                report.generation = Some(outcome.generation).filter(|of| *of > 0);
                 report.targets = outcome.targets;
                 Body::Transfer(Box::new(Transfer {
                     attempt: outcome.attempt,

@@ -250,6 +250,24 @@ pub(super) fn watch_pools(
     Some(recorder.watch(pools.into_iter().map(probe).collect()))
 }
 
+/// What the stages of several runs did, one run after the other.
+pub(crate) fn all_runs(runs: impl IntoIterator<Item = Vec<StageOutcome>>) -> Vec<StageOutcome> {
+    let mut all: Vec<StageOutcome> = Vec::new();
+    for stage in runs.into_iter().flatten() {
+        match all.iter_mut().find(|seen| seen.stage == stage.stage) {
+            None => all.push(stage),
+            Some(seen) => {
+                seen.bytes += stage.bytes;
+                seen.busy_seconds += stage.busy_seconds;
+                seen.starved_seconds += stage.starved_seconds;
+                seen.blocked_seconds += stage.blocked_seconds;
+                seen.rate = rate(seen.bytes, seen.busy_seconds);
+            }
+        }
+    }
+    all
+}
+
 /// The stage that was busy longest, if anything flowed.
 pub(crate) fn slowest(stages: &[StageOutcome]) -> Option<String> {
     let flowed = stages.iter().filter(|stage| stage.bytes > 0);

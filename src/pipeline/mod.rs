@@ -31,7 +31,7 @@ mod witness;
 
 pub(crate) use abort::panic_message;
 pub use alone::{AloneLane, copy_in_alone, copy_out_alone};
-pub(crate) use gauge::slowest;
+pub(crate) use gauge::{all_runs, slowest};
 pub use load::{Destination, LoadLane, LoadResources, Loaded, load};
 pub use save::{Origin, SaveLane, SaveResources, Saved, SavedLane, save};
 pub use source::{Source, SourceOut};

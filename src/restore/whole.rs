@@ -1,14 +1,14 @@
-//! The story back for a whole tree: read → check → CRIU restore, streamed, in a pid namespace of its own → the driver copies every member's memory back → unlock all.
+//! The story back for a whole tree: read → check → CRIU restore, streamed, in a pid namespace of its own → restore, stream and complete every member (or, where the image was staged, the driver copies its memory back) → unlock all.
 //!
 //! In: a whole image of the job. Out: the tree, running with the pids that it had. What exists if we fail:
 //!
 //! | step | the tree | exit |
 //! |---|---|---|
 //! | read, check | none; the driver was not asked for anything | 6 (proved that there is none), 20 |
-//! | CRIU restore | what there is of it is ended with its namespace | 20 |
-//! | restore, unlock | ended with its namespace; the image can be restored again | 21 |
+//! | CRIU restore; the first of what the GPUs held is read meanwhile | what there is of it is ended with its namespace | 20 |
+//! | restore, complete, unlock | ended with its namespace; the image can be restored again | 21 |
 //!
-//! If we die, process 1 of the namespace ends everything in it, up to the moment at which the whole tree runs. No byte reaches CRIU before its chunk was verified.
+//! If we die, process 1 of the namespace ends everything in it, up to the moment at which the whole tree runs. No byte reaches CRIU, or a GPU, before its chunk was verified.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -19,14 +19,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::gpu_map::{GpuPairs, is_identity, map_gpus};
 use super::in_order::{Ahead, InOrderError, write_in_order};
 use super::read::{LoadFailed, Which, load_plan, outcome_of};
-use super::{CheckError, Chosen, Taken, Wanted, give_up_the_job, read_image, refused, unpin};
+use super::{
+    CheckError, Chosen, PointOfNoReturn, Taken, Transfer, Wanted, Ways, give_up_the_job,
+    must_have_memory, present_device, read_image, refused, unpin,
+};
 use crate::checkpoint::look;
-use crate::driver::{CheckpointedProcess, Driver, LockedProcess, RunningProcess};
+use crate::driver::{
+    CheckpointedProcess, Driver, DriverError, LockedProcess, RestoringProcess, RunningProcess,
+};
 use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::host::namespace::{KEEP, process_one};
@@ -38,7 +44,7 @@ use crate::image::{Image, Stored};
 use crate::manifest::{CaptureMode, HOST, HostFiles, ImageKind, TreeRecord, WantedFile};
 use crate::outcome::Outcome;
 use crate::phases::PhaseClock;
-use crate::pipeline::PipelineError;
+use crate::pipeline::{Loaded, PipelineError};
 use crate::session::Session;
 use crate::store::Store;
 use crate::target::{Target, descendants};
@@ -147,25 +153,21 @@ fn put_back(
     let checked = check(session, image, streams).map_err(|cause| refused(Phase::Read, cause))?;
     failpoint::pass("restore:checked");
     let since = clock.enter(Phase::Restore);
-    let mut namespace = rebuild(session, image, &checked, (program, streams))
-        .map_err(|cause| refused(Phase::Restore, cause))?;
-    failpoint::pass("restore:tree rebuilt");
-    let (driver, pairs) = (&checked.driver, &checked.pairs);
-    let members = match members(&namespace, image) {
-        Ok(members) => members,
-        Err(cause) => {
-            let failure = Failure::new(ExitCode::RestoreFailed, Phase::Restore, cause);
-            return Err(namespace.end(failure));
+    let driver = &checked.driver;
+    let rebuilt = match image.manifest.capture.mode {
+        CaptureMode::Staged => rebuild_staged(session, image, &checked, (program, streams)),
+        CaptureMode::CustomStorage => {
+            rebuild_and_load(session, image, &checked, (program, streams))
         }
-    };
-    let failed = |phase: Phase, cause: Box<dyn Error + Send + Sync>| Failure {
-        targets: members.iter().map(|member| look(driver, member)).collect(),
-        ..Failure::new(ExitCode::RestoreFailed, phase, cause)
-    };
-    let locked = match unstage(driver, &members, pairs) {
-        Ok(locked) => locked,
-        Err(cause) => return Err(namespace.end(failed(Phase::Restore, cause))),
-    };
+    }?;
+    let Rebuilt {
+        mut namespace,
+        members,
+        locked,
+        loaded,
+    } = rebuilt;
+    let failed =
+        |phase: Phase, cause: Box<dyn Error + Send + Sync>| failed(driver, &members, phase, cause);
     failpoint::pass("restore:locked for good");
     clock.enter(Phase::Unlock);
     if let Err(cause) = unlock(driver, &members, locked) {
@@ -174,6 +176,8 @@ fn put_back(
     let outcome = Outcome {
         seconds_locked: since.elapsed().as_secs_f64(),
         memory_planned: load_plan(session, image, Which::All).map_or(0, |plan| plan.total_bytes),
+        stages: loaded.stages,
+        slowest_stage: loaded.slowest_stage,
         ..outcome_of(
             session,
             image,
@@ -184,6 +188,148 @@ fn put_back(
     match namespace.keep() {
         Ok(()) => Ok((outcome, namespace.into_tree())),
         Err(error) => Err(namespace.end(failed(Phase::Unlock, error.into()))),
+    }
+}
+
+/// A tree that was rebuilt, all of whose members have their memory, and are locked.
+struct Rebuilt {
+    namespace: Namespace,
+    members: Vec<Target>,
+    locked: Vec<LockedProcess>,
+    loaded: Loaded,
+}
+
+fn failed(
+    driver: &Arc<Driver>,
+    members: &[Target],
+    phase: Phase,
+    cause: Box<dyn Error + Send + Sync>,
+) -> Failure {
+    let mut failure = Failure::new(ExitCode::RestoreFailed, phase, cause);
+    failure.targets = members.iter().map(|member| look(driver, member)).collect();
+    failure
+}
+
+/// CRIU rebuilds the tree, whose host memory has what its GPUs held.
+fn rebuild_staged(
+    session: &Session,
+    image: &Image,
+    checked: &Checked,
+    as_whom: (&Path, Streams),
+) -> Result<Rebuilt, Failure> {
+    let (namespace, members) = rebuild_and_find(session, image, checked, as_whom)?;
+    match unstage(&checked.driver, &members, &checked.pairs) {
+        Ok(locked) => Ok(Rebuilt {
+            namespace,
+            members,
+            locked,
+            loaded: Loaded {
+                stages: Vec::new(),
+                slowest_stage: None,
+            },
+        }),
+        Err(cause) => {
+            let failure = failed(&checked.driver, &members, Phase::Restore, cause);
+            Err(namespace.end(failure))
+        }
+    }
+}
+
+/// CRIU rebuilds the tree while the first of what its GPUs held is read and verified; the driver is asked when both are there.
+fn rebuild_and_load(
+    session: &Session,
+    image: &Image,
+    checked: &Checked,
+    as_whom: (&Path, Streams),
+) -> Result<Rebuilt, Failure> {
+    let (driver, pairs) = (&checked.driver, &checked.pairs);
+    let point = PointOfNoReturn::before(session);
+    let transfer = Transfer::prepare(session, driver, image, pairs, &point)
+        .map_err(|cause| refused(Phase::Restore, cause))?;
+    failpoint::pass("restore:prepared");
+    let ways = Ways { pairs, moves: true };
+    let (suspended_out, suspended_in) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let (span, point) = (tracing::Span::current(), &point);
+        let loading = scope.spawn(move || {
+            let _named = span.entered();
+            let suspended = move || {
+                suspended_in
+                    .recv()
+                    .map_err(|_none| PipelineError::Cancelled)
+            };
+            let run = AssertUnwindSafe(|| transfer.run(driver, suspended, ways, point));
+            catch_unwind(run)
+                .unwrap_or_else(|panic| Err(PipelineError::of_story(panic.as_ref()).into()))
+        });
+        // Where nothing comes of the tree the loading ends with the sender.
+        let (namespace, members) = rebuild_and_find(session, image, checked, as_whom)?;
+        let attached = members
+            .iter()
+            .map(|member| CheckpointedProcess::attach(driver, member.pid))
+            .collect::<Result<Vec<_>, DriverError>>();
+        let sent = attached.map(|suspended| {
+            // Whoever does not listen any more has failed, and says why.
+            let _sent = suspended_out.send(suspended);
+        });
+        drop(suspended_out);
+        let loaded = loading
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let completed = match (sent, loaded) {
+            (Err(error), _) => Err(error.into()),
+            (Ok(()), Err(cause)) => Err(cause),
+            (Ok(()), Ok((restoring, loaded))) => {
+                failpoint::pass("restore:all copied");
+                complete(restoring).map(|locked| (locked, loaded))
+            }
+        };
+        match completed {
+            Ok((locked, loaded)) => Ok(Rebuilt {
+                namespace,
+                members,
+                locked,
+                loaded,
+            }),
+            Err(cause) if point.is_passed() => {
+                let failure = failed(driver, &members, Phase::Restore, cause);
+                Err(namespace.end(failure))
+            }
+            Err(cause) => Err(namespace.end(refused(Phase::Restore, cause))),
+        }
+    })
+}
+
+/// Every byte is in: the memory becomes the members' own. None is unlocked.
+fn complete(
+    restoring: Vec<RestoringProcess>,
+) -> Result<Vec<LockedProcess>, Box<dyn Error + Send + Sync>> {
+    let mut locked = Vec::with_capacity(restoring.len());
+    for process in restoring {
+        let call = "the driver's complete (cuCheckpointOperationComplete)";
+        let one = watchdog::watch(call, watchdog::USUAL, || process.complete())?;
+        locked.push(one.unlocks_when_dropped(false));
+        failpoint::pass("restore:one has its memory");
+    }
+    Ok(locked)
+}
+
+/// The tree, and those of it that use GPUs.
+fn rebuild_and_find(
+    session: &Session,
+    image: &Image,
+    checked: &Checked,
+    as_whom: (&Path, Streams),
+) -> Result<(Namespace, Vec<Target>), Failure> {
+    let namespace = rebuild(session, image, checked, as_whom)
+        .map_err(|cause| refused(Phase::Restore, cause))?;
+    failpoint::pass("restore:tree rebuilt");
+    match members(&namespace, image) {
+        Ok(members) => Ok((namespace, members)),
+        Err(cause) => {
+            let failure = Failure::new(ExitCode::RestoreFailed, Phase::Restore, cause);
+            Err(namespace.end(failure))
+        }
     }
 }
 
@@ -203,12 +349,8 @@ fn check(
     streams: Streams,
 ) -> Result<Checked, Box<dyn Error + Send + Sync>> {
     let manifest = &image.manifest;
-    let (kind, mode) = (manifest.kind, manifest.capture.mode);
-    if kind != ImageKind::Whole {
+    if manifest.kind != ImageKind::Whole {
         return Err(CheckError::NeedsAProcess.into());
-    }
-    if mode != CaptureMode::Staged {
-        return Err(CheckError::Mode { mode }.into());
     }
     let host = &session.config.host;
     let mut to_cut = Vec::new();
@@ -221,7 +363,13 @@ fn check(
     let criu = Criu::find(host)?;
     criu.check()?;
     let driver = Driver::open()?;
-    driver.require_checkpoint()?;
+    match manifest.capture.mode {
+        CaptureMode::Staged => driver.require_checkpoint()?,
+        CaptureMode::CustomStorage => {
+            driver.require_custom_storage()?;
+            driver.retain_contexts()?;
+        }
+    }
     super::tell_of_another_driver(manifest, &driver);
     let wanted = &session.config.driver.gpu_map;
     let mut pairs = GpuPairs::default();
@@ -235,6 +383,13 @@ fn check(
     if is_identity(&pairs) {
         pairs.clear();
     }
+    // Looked at again right before the driver is asked; here it spares a download that would be for nothing.
+    let mut needs = Vec::new();
+    for extent in manifest.gpu_extents() {
+        let device = present_device(&driver, &pairs, &extent.device)?;
+        needs.push((device, extent.raw_len));
+    }
+    must_have_memory(&driver, needs.into_iter())?;
     session.check_cancelled()?;
     Ok(Checked {
         driver,

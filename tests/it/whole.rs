@@ -1,4 +1,4 @@
-//! A whole process tree, on a driver without custom storage: saved with a real CRIU, ended, and brought back with its pids in a namespace of its own. Also what each failure on that road leaves: the tree computes on, or is named.
+//! A whole process tree, on drivers with and without custom storage: saved with a real CRIU, ended, and brought back with its pids in a namespace of its own. Also what each failure on that road leaves: the tree computes on, or is named.
 //!
 //! Needs root, for namespaces and for CRIU; where there is none, or no CRIU, `TEST_CRIU` says `none` and nothing is tried, which scripts/test.sh tells.
 
@@ -10,7 +10,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::support::process::PATIENCE;
-use super::support::s3_server::testkit;
+use super::support::s3_server::{has_credentials, testkit};
 use super::support::scene::{Saver, Scene};
 use super::support::supervised::{REQUEUE, Supervised};
 use super::support::{Ckptstream, Node, Run, Target, step_of};
@@ -23,23 +23,35 @@ fn criu() -> Option<PathBuf> {
     (criu != "none").then(|| criu.into())
 }
 
-/// Two processes that use GPUs, and a plain one, which write to files; and what it takes to save them.
+/// How the GPUs' memory is saved.
+#[derive(Clone, Copy, PartialEq)]
+enum Mode {
+    /// Through the processes' own host memory, on a driver as NVIDIA's up to 13.3 are.
+    Staged,
+    /// Through custom storage.
+    Streamed,
+}
+
+/// Two processes that use GPUs, one of which they share, and a plain one, which write to files; and what it takes to save them.
 struct Tree {
+    mode: Mode,
     scene: Scene,
     dir: TempDir,
     criu: PathBuf,
 }
 
 const FIRST: &str = "--bytes 4MiB --seed 1 --step-ms 10";
-const SECOND: &str = "--bytes 2MiB --fill weights --seed 2 --step-ms 10";
+const SECOND: &str = "--gpus 2 --bytes 2MiB --fill weights --seed 2 --step-ms 10";
 
 impl Tree {
     /// `None` where it cannot be tried.
-    fn new(server_args: &[&str]) -> Option<Self> {
-        let mut scene = Scene::new(server_args);
-        // As NVIDIA's drivers up to 13.3 are.
-        scene.node = scene.node.with("api=13000");
+    fn new(mode: Mode) -> Option<Self> {
+        let mut scene = Scene::new(&[]);
+        if mode == Mode::Staged {
+            scene.node = scene.node.with("api=13000");
+        }
         let tree = Self {
+            mode,
             scene,
             dir: TempDir::new().expect("a temporary folder"),
             criu: criu()?,
@@ -82,10 +94,17 @@ impl Tree {
 
     fn saver(&self, driver: &str, host: &str) -> Saver {
         let state = self.scene.state_dir();
+        let save = match self.mode {
+            Mode::Staged => "auto",
+            Mode::Streamed => "always",
+        };
+        let criu = match host.contains("criu = ") {
+            true => String::new(),
+            false => format!("criu = \"{}\"\n", self.criu.display()),
+        };
         let config = format!(
-            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n[host]\ncriu = \"{}\"\n{host}\n",
+            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n[host]\nsave = \"{save}\"\n{criu}{host}\n",
             state.display(),
-            self.criu.display()
         );
         self.scene.saver_with("job", driver, &config)
     }
@@ -137,7 +156,7 @@ impl Tree {
         for (name, args) in [("a", FIRST), ("b", SECOND)] {
             let seen = self.steps(name);
             let args = format!("{args} {besides}");
-            let mut alone = Target::start(&Node::new("memory=64MiB"), &args);
+            let mut alone = Target::start(&Node::new("gpus=2;memory=64MiB"), &args);
             for (step, line) in seen.iter().enumerate() {
                 assert_eq!(*line, alone.wait_for("step "), "{name}, step {step}");
             }
@@ -189,7 +208,16 @@ fn done(cli: &Ckptstream, args: &str) -> Run {
 
 #[test]
 fn a_tree_under_run_is_saved_ended_restored_and_goes_on_as_if_nothing_had_happened() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    goes_on_under_run(Mode::Staged);
+}
+
+#[test]
+fn a_tree_whose_gpu_memory_is_streamed_goes_on_as_if_nothing_had_happened() {
+    goes_on_under_run(Mode::Streamed);
+}
+
+fn goes_on_under_run(mode: Mode) {
+    let Some(tree) = Tree::new(mode) else { return };
     let first = tree.run("--steps 150");
     tree.reaches(20);
     first.process.signal("TERM");
@@ -216,7 +244,16 @@ fn a_tree_under_run_is_saved_ended_restored_and_goes_on_as_if_nothing_had_happen
 
 #[test]
 fn a_save_by_hand_and_a_restore_leave_a_tree_to_itself() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    is_left_to_itself(Mode::Staged);
+}
+
+#[test]
+fn a_tree_whose_gpu_memory_is_streamed_is_left_to_itself() {
+    is_left_to_itself(Mode::Streamed);
+}
+
+fn is_left_to_itself(mode: Mode) {
+    let Some(tree) = Tree::new(mode) else { return };
     let alone = tree.start();
     tree.reaches(5);
     let saver = tree.cli("", "shell_job = false");
@@ -264,7 +301,16 @@ fn end_namespace(pid: u64) {
 
 #[test]
 fn a_save_in_passing_lets_the_tree_run_on() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    runs_on_after_a_save_in_passing(Mode::Staged);
+}
+
+#[test]
+fn a_tree_whose_gpu_memory_is_streamed_runs_on_after_a_save_in_passing() {
+    runs_on_after_a_save_in_passing(Mode::Streamed);
+}
+
+fn runs_on_after_a_save_in_passing(mode: Mode) {
+    let Some(tree) = Tree::new(mode) else { return };
     let alone = tree.start();
     tree.reaches(5);
     let saver = tree.cli("", "");
@@ -281,7 +327,9 @@ fn a_save_in_passing_lets_the_tree_run_on() {
 
 #[test]
 fn whatever_fails_before_the_commit_gives_the_tree_back() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    let Some(tree) = Tree::new(Mode::Staged) else {
+        return;
+    };
     let alone = tree.start();
     tree.reaches(3);
     let checkpoint = format!("checkpoint --pid {}", alone.pid());
@@ -325,7 +373,7 @@ fn whatever_fails_before_the_commit_gives_the_tree_back() {
         tree.computes_on();
         assert_eq!(tree.scene.images("job"), [0_u64; 0], "{what}");
     }
-    for point in ["stage:all staged", "dump:begun", "land:all landed"] {
+    for point in ["dump:all suspended", "dump:begun", "dump:all landed"] {
         let panics = tree.cli("", "").dying_at(&format!("{point}=panic"));
         let failed = done(&panics, &checkpoint);
         assert_eq!(failed.code, 10, "{point}: {failed:?}");
@@ -340,14 +388,16 @@ fn whatever_fails_before_the_commit_gives_the_tree_back() {
 
 #[test]
 fn what_a_saver_that_dies_leaves_is_put_in_order() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    let Some(tree) = Tree::new(Mode::Staged) else {
+        return;
+    };
     let alone = tree.start();
     tree.reaches(3);
     for point in [
         "stage:one staged",
-        "stage:all staged",
-        "stream:all acknowledged",
-        "land:all landed",
+        "dump:all suspended",
+        "dump:all acknowledged",
+        "dump:all landed",
         "commit:manifest stored",
     ] {
         let killed = tree.cli("", "").dying_at(&format!("{point}=kill"));
@@ -390,7 +440,16 @@ fn what_a_saver_that_dies_leaves_is_put_in_order() {
 
 #[test]
 fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    leaves_no_process(Mode::Staged);
+}
+
+#[test]
+fn a_restore_of_streamed_gpu_memory_that_fails_leaves_no_process() {
+    leaves_no_process(Mode::Streamed);
+}
+
+fn leaves_no_process(mode: Mode) {
+    let Some(tree) = Tree::new(mode) else { return };
     let alone = tree.start();
     tree.reaches(5);
     let saved = done(
@@ -429,7 +488,11 @@ fn a_restore_that_fails_leaves_no_process_and_says_what_is_missing() {
     tree.scene.server.set_rules(&json!([]));
 
     // Who restores dies: process 1 of the namespace ends everything.
-    for point in ["restore:tree rebuilt", "restore:locked for good"] {
+    for point in [
+        "restore:tree rebuilt",
+        "restore:one has its memory",
+        "restore:locked for good",
+    ] {
         // Its plain process has run by then, and written.
         let cuts = "grown_files = \"truncate\"";
         let killed = tree.cli("", cuts).dying_at(&format!("{point}=kill"));
@@ -471,7 +534,9 @@ fn is_alive(dir: &Path) -> bool {
 
 #[test]
 fn the_object_of_a_tree_verifies_and_a_flipped_bit_is_found() {
-    let Some(tree) = Tree::new(&[]) else { return };
+    let Some(tree) = Tree::new(Mode::Staged) else {
+        return;
+    };
     let alone = tree.start();
     tree.reaches(3);
     let saved = done(
@@ -489,4 +554,182 @@ fn the_object_of_a_tree_verifies_and_a_flipped_bit_is_found() {
     let refused = done(&tree.cli("", ""), "restore");
     assert_eq!(refused.code, 20, "{refused:?}");
     assert!(!is_alive(tree.dir.path()));
+}
+
+/// A CRIU that fails the first time that it is to dump, or every time.
+fn failing_criu(tree: &Tree, always: bool) -> String {
+    let path = tree.path("criu.sh");
+    let (criu, mark) = (tree.criu.display(), tree.path("failed"));
+    let mark = mark.display();
+    let times = match always {
+        true => "true",
+        false => &format!("[ ! -e {mark} ]"),
+    };
+    let script = format!(
+        "#!/bin/sh\ncase \"$*\" in *dump*--stream*) if {times}; then touch {mark}; echo no >&2; exit 1; fi;; esac\nexec {criu} \"$@\"\n"
+    );
+    std::fs::write(&path, script).expect("a script");
+    let status = Command::new("chmod").arg("+x").arg(&path).status();
+    assert!(status.is_ok_and(|status| status.success()));
+    format!("criu = \"{}\"", path.display())
+}
+
+#[test]
+fn a_tree_whose_gpu_memory_is_streamed_is_given_back_whatever_fails() {
+    let Some(tree) = Tree::new(Mode::Streamed) else {
+        return;
+    };
+    let alone = tree.start();
+    tree.reaches(3);
+    let checkpoint = format!("checkpoint --pid {}", alone.pid());
+    let denied = |op: &str| json!([{"op": op, "key_contains": "/host-", "always": true, "action": {"status": 403, "code": "AccessDenied"}}]);
+    let nothing = json!([]);
+    let lock_2 = "fault=cuCheckpointProcessLock#2=code:600";
+    let begin_1 = "fault=cuCheckpointProcessCheckpoint#1=code:999";
+    let begin_2 = "fault=cuCheckpointProcessCheckpoint#2=code:999";
+    let criu = failing_criu(&tree, true);
+    for (what, driver, host, rules, said) in [
+        ("the second lock", lock_2, "", &nothing, "NOT_READY"),
+        ("the first BEGIN", begin_1, "", &nothing, "999"),
+        // The first process is sealed, and has to be brought back from the store.
+        ("the second one", begin_2, "", &nothing, "999"),
+        ("CRIU", "", &*criu, &nothing, "criu dump"),
+        ("the upload", "", "", &denied("UploadPart"), "UploadPart"),
+        (
+            "its end",
+            "",
+            "",
+            &denied("CompleteMultipartUpload"),
+            "CompleteMultipartUpload",
+        ),
+    ] {
+        tree.scene.server.set_rules(rules);
+        let failed = done(&tree.cli(driver, host), &checkpoint);
+        assert_eq!(failed.code, 10, "{what}: {failed:?}");
+        assert!(failed.stderr.contains(said), "{what}: {failed:?}");
+        assert_eq!(
+            failed.stderr.contains("asked once more"),
+            what == "CRIU",
+            "{what}: {failed:?}"
+        );
+        tree.scene.server.set_rules(&nothing);
+        tree.computes_on();
+        assert_eq!(tree.scene.images("job"), [0_u64; 0], "{what}");
+    }
+    for point in ["dump:all suspended", "dump:begun", "dump:all landed"] {
+        let panics = tree.cli("", "").dying_at(&format!("{point}=panic"));
+        let failed = done(&panics, &checkpoint);
+        assert_eq!(failed.code, 10, "{point}: {failed:?}");
+        tree.computes_on();
+    }
+    // And none of it keeps the next one, in which CRIU works at the second try.
+    let saved = done(&tree.cli("", &failing_criu(&tree, false)), &checkpoint);
+    assert_eq!(saved.code, 0, "{saved:?}");
+    assert!(saved.stderr.contains("asked once more"), "{saved:?}");
+    drop(alone);
+    tree.is_as_if_nothing_had_happened("");
+    let inspected = done(&tree.cli("", ""), "inspect");
+    let manifest = &inspected.report["manifest"];
+    assert_eq!(manifest["kind"], "whole", "{inspected:?}");
+    assert_eq!(
+        manifest["capture"]["mode"], "custom-storage",
+        "{inspected:?}"
+    );
+    assert_eq!(manifest["processes"].as_array().map(Vec::len), Some(2));
+}
+
+#[test]
+fn what_is_sealed_goes_back_into_the_tree_that_it_is_of() {
+    if !has_credentials("whole::what_is_sealed_goes_back_into_the_tree_that_it_is_of") {
+        return;
+    }
+    let Some(tree) = Tree::new(Mode::Streamed) else {
+        return;
+    };
+    let alone = tree.start();
+    tree.reaches(3);
+    let checkpoint = format!("checkpoint --pid {}", alone.pid());
+    let back = |what: &str, pid: u32| {
+        let restored = done(&tree.cli("", ""), &format!("restore --pid {pid}"));
+        assert_eq!(restored.code, 0, "{what}: {restored:?}");
+        assert!(restored.report["image"].is_null(), "{what}: {restored:?}");
+        tree.computes_on();
+        assert_eq!(tree.scene.images("job"), [0_u64; 0], "{what}");
+    };
+
+    // CRIU fails, and what is sealed cannot be read just then.
+    tree.scene.server.set_rules(&json!([{"op": "GetObject", "key_contains": ".zst", "always": true, "action": {"status": 403, "code": "AccessDenied"}}]));
+    let failed = done(&tree.cli("", &failing_criu(&tree, true)), &checkpoint);
+    tree.scene.server.set_rules(&json!([]));
+    assert_eq!(failed.code, 16, "{failed:?}");
+    assert_eq!(failed.report["next"], "restore", "{failed:?}");
+    assert!(failed.stderr.contains("restore --pid"), "{failed:?}");
+    let recovered = done(&tree.cli("", ""), "recover");
+    assert_eq!(recovered.code, 16, "{recovered:?}");
+    back("CRIU", alone.pid());
+
+    // The saver dies between the seal and the commit.
+    for point in [
+        "dump:all suspended",
+        "dump:begun",
+        "dump:all landed",
+        "commit:manifest stored",
+    ] {
+        let killed = tree.cli("", "").dying_at(&format!("{point}=kill"));
+        let ended = done(&killed, &checkpoint);
+        assert_eq!(ended.code, -1, "{point}: {ended:?}");
+        let recovered = done(&tree.cli("", ""), "recover");
+        assert_eq!(recovered.code, 16, "{point}: {recovered:?}");
+        let rows = recovered.report["recovered"].as_array().cloned();
+        let rows = rows.unwrap_or_default();
+        assert_eq!(rows.len(), 2, "{point}: {recovered:?}");
+        // A member's pid does as well as the root's.
+        let member = rows[0]["pid"]
+            .as_u64()
+            .and_then(|pid| u32::try_from(pid).ok());
+        back(point, member.expect("a pid"));
+    }
+    // Who gives it back dies in between.
+    let killed = tree.cli("", "").dying_at("dump:all suspended=kill");
+    done(&killed, &checkpoint);
+    let killed = tree.cli("", "").dying_at("restore:locked for good=kill");
+    let ended = done(&killed, &format!("restore --pid {}", alone.pid()));
+    assert_eq!(ended.code, -1, "{ended:?}");
+    let recovered = done(&tree.cli("", ""), "recover");
+    assert_eq!(recovered.code, 0, "{recovered:?}");
+    tree.computes_on();
+
+    // Once somebody else has the job it is not to go on here.
+    let killed = tree.cli("", "").dying_at("dump:all suspended=kill");
+    done(&killed, &checkpoint);
+    let open = json!({"format": 1, "entry": "open", "writer": "f".repeat(32)});
+    tree.scene
+        .put_entry("job", tree.scene.log_len("job") + 1, &open);
+    let fenced = done(&tree.cli("", ""), &format!("restore --pid {}", alone.pid()));
+    assert_eq!(fenced.code, 4, "{fenced:?}");
+}
+
+#[test]
+fn a_tree_that_dies_behind_begin_is_lost_and_named() {
+    let Some(tree) = Tree::new(Mode::Streamed) else {
+        return;
+    };
+    let alone = tree.start();
+    tree.reaches(3);
+    // Without a place for it what the store does not take is lost (spill.on_failure is "abandon" here).
+    tree.scene.server.set_rules(&json!([{"op": "UploadPart", "always": true, "action": {"status": 403, "code": "AccessDenied"}}]));
+    let failed = done(
+        &tree.cli("", ""),
+        &format!("checkpoint --pid {}", alone.pid()),
+    );
+    assert_eq!(failed.code, 12, "{failed:?}");
+    let targets = failed.report["targets"].as_array().cloned();
+    assert!(
+        targets.is_some_and(
+            |all| all.len() == 2 && all.iter().all(|it| it["state"] == "checkpointing")
+        ),
+        "{failed:?}"
+    );
+    let recovered = done(&tree.cli("", ""), "recover --end");
+    assert_eq!(recovered.code, 12, "{recovered:?}");
 }

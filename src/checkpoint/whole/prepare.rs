@@ -6,14 +6,15 @@ use std::error::Error;
 use std::sync::Arc;
 
 use super::super::attempt::{Attempt, Planned};
-use super::super::memory::HostMemory;
+use super::super::memory::{Memory, TreeLen};
 use super::super::{Stopped, custody_failure, target_failure};
-use crate::config::Environment;
+use crate::config::{DriverMode, Environment};
 use crate::custody::Custody;
 use crate::driver::{Driver, DriverCode, DriverError, ProcessState, RunningProcess};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::host::{Criu, ProcessTree};
 use crate::journal::Step;
+use crate::manifest::CaptureMode;
 use crate::ownership::WhileSaved;
 use crate::session::Session;
 use crate::target::{Target, TargetError, descendants, parents, pid_namespace, pid_namespace_of};
@@ -25,13 +26,14 @@ const BESIDE_MEMORY: u64 = 64 << 20;
 pub(super) struct Prepared {
     pub(super) driver: Arc<Driver>,
     pub(super) criu: Criu,
+    /// How the GPUs' memory is saved.
+    pub(super) mode: CaptureMode,
     /// As it was before the lock.
     pub(super) tree: ProcessTree,
     /// The processes that use GPUs.
     pub(super) members: Vec<(Custody, RunningProcess)>,
     pub(super) attempt: Attempt,
-    pub(super) memory: HostMemory,
-    pub(super) expected: u64,
+    pub(super) memory: Memory,
 }
 
 pub(super) fn prepare(
@@ -44,9 +46,7 @@ pub(super) fn prepare(
         Failure::new(ExitCode::Preflight, Phase::Prepare, cause)
     };
     let driver = Driver::open().map_err(|error| refused(error.into()))?;
-    driver
-        .require_checkpoint()
-        .map_err(|error| refused(error.into()))?;
+    let mode = mode(session.config.driver.mode, &driver).map_err(|error| refused(error.into()))?;
     let tree = ProcessTree::look(root).map_err(target_failure)?;
     let criu = Criu::find(&session.config.host).map_err(|error| refused(error.into()))?;
     criu.check().map_err(|error| refused(error.into()))?;
@@ -88,17 +88,34 @@ pub(super) fn prepare(
             }
         }
     }
-    let expected = match host_memory(&driver, &tree) {
-        Ok(expected) => expected,
+    let expected = match mode {
+        CaptureMode::Staged => staged_memory(&driver, &tree),
+        CaptureMode::CustomStorage => Ok(tree.memory_in_use()),
+    };
+    let expected = match expected {
+        Ok(expected) => expected.saturating_add(BESIDE_MEMORY),
         Err(cause) => return Err(end_all(members, refused(cause))),
     };
-    // The tree is locked until it is dumped: it does not grow by as much again.
-    let most = expected.saturating_mul(2);
-    let memory = match HostMemory::allocate(session, most, expected) {
+    let len = TreeLen {
+        // The tree is locked until it is dumped: it does not grow by as much again.
+        most: expected.saturating_mul(2),
+        expected,
+    };
+    let mut objects = Vec::new();
+    let mut gpus = None;
+    if mode == CaptureMode::CustomStorage {
+        // Of members that share a GPU each has a run of its own.
+        gpus = Some((&driver, members.len()));
+        for (index, (custody, _)) in members.iter().enumerate() {
+            objects.extend(Planned::of_gpus(&driver, index, &custody.target));
+        }
+    }
+    let memory = match Memory::allocate_for_tree(session, gpus, len) {
         Ok(memory) => memory,
         Err(failure) => return Err(end_all(members, failure)),
     };
-    let objects = [Planned::of_host(tree.root())];
+    // A dump that CRIU gives up is tried once more, to an object of its own.
+    objects.extend([Planned::of_host(tree.root()), Planned::of_host(tree.root())]);
     let nonce = nonce.to_owned();
     let opened = Attempt::open(
         session,
@@ -117,9 +134,15 @@ pub(super) fn prepare(
         attempt: attempt.nonce.clone(),
         next_slot: attempt.next_slot,
     };
-    let noted = members.iter().skip(1);
-    let noted = noted.map(|(custody, _)| custody.step(&step));
-    if let Err(error) = noted.collect::<Result<(), _>>() {
+    let of_tree = Step::Tree {
+        root: tree.root().pid,
+        root_start: tree.root().start_time,
+    };
+    let mut others = members.iter().skip(1);
+    let noted = others.try_for_each(|(custody, _)| custody.step(&step));
+    let mut all = members.iter();
+    let noted = noted.and_then(|()| all.try_for_each(|(custody, _)| custody.step(&of_tree)));
+    if let Err(error) = noted {
         let mut failure = refused(error.into());
         failure.attached = attempt.close(session, &[], true);
         return Err(end_all(members, failure));
@@ -127,11 +150,11 @@ pub(super) fn prepare(
     Ok(Prepared {
         driver,
         criu,
+        mode,
         tree,
         members,
         attempt,
         memory,
-        expected,
     })
 }
 
@@ -167,8 +190,18 @@ pub(crate) fn gpu_users(
     Ok(users)
 }
 
+/// Through custom storage where that is to be had, unless it is not to be.
+fn mode(wanted: DriverMode, driver: &Driver) -> Result<CaptureMode, DriverError> {
+    driver.require_checkpoint()?;
+    match (wanted, driver.require_custom_storage()) {
+        (DriverMode::Staged, _) | (DriverMode::Auto, Err(_)) => Ok(CaptureMode::Staged),
+        (_, Ok(())) => Ok(CaptureMode::CustomStorage),
+        (DriverMode::CustomStorage, Err(error)) => Err(error),
+    }
+}
+
 /// Bytes that the tree's memory will have when the GPUs' is in it. Refused where the system has no room for that.
-fn host_memory(
+fn staged_memory(
     driver: &Arc<Driver>,
     tree: &ProcessTree,
 ) -> Result<u64, Box<dyn Error + Send + Sync>> {
@@ -179,7 +212,7 @@ fn host_memory(
         "this save is staged: {needed} bytes of GPU memory go through host memory, because {}",
         match driver.require_custom_storage() {
             Err(error) => one_line(&error),
-            Ok(()) => "the whole tree is asked for (driver.mode, host.save)".to_owned(),
+            Ok(()) => "that is asked for (driver.mode)".to_owned(),
         }
     );
     if let Some(available) = Environment::read().memory_available
@@ -187,10 +220,7 @@ fn host_memory(
     {
         return Err(NoRoom { needed, available }.into());
     }
-    Ok(tree
-        .memory_in_use()
-        .saturating_add(needed)
-        .saturating_add(BESIDE_MEMORY))
+    Ok(tree.memory_in_use().saturating_add(needed))
 }
 
 /// A process beside the tree in its pid namespace, which would be ended with it: its parent has ended, and it hangs on process 1.
