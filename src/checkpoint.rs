@@ -93,7 +93,7 @@ pub fn checkpoint(
         (_, wanted) => wanted,
     };
     let nonce = random_hex::<16>();
-    if saves_whole_trees(&session.config) {
+    if saves_whole_trees(&session.config, Asked::ByHand) {
         return whole::checkpoint(session, pid, then, while_saved, &nonce);
     }
     let _named = named(&nonce).entered();
@@ -125,9 +125,18 @@ pub fn checkpoint_tree(
     whole::checkpoint(session, root, then, while_saved, &random_hex::<16>())
 }
 
-/// Whether saves are of whole process trees: they are asked for, or this driver has no others, and CRIU is there.
-pub fn saves_whole_trees(config: &Config) -> bool {
-    whole::is_asked_for(config)
+/// Who asks for a save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Asked {
+    /// `checkpoint`.
+    ByHand,
+    /// `run` or `watch`, for a job that is to go on elsewhere.
+    ForAJob,
+}
+
+/// Whether saves are of whole process trees: they are asked for; or CRIU is there, and this driver has no others, or nothing else could bring the job back.
+pub fn saves_whole_trees(config: &Config, asked: Asked) -> bool {
+    whole::is_asked_for(config, asked)
 }
 
 fn checkpoint_in_custody(

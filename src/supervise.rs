@@ -39,7 +39,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::checkpoint;
+use crate::checkpoint::{self, Asked};
 use crate::config::Source;
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::image::{Image, image_id};
@@ -257,7 +257,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn run_to_the_end(&mut self, program: &OsString, args: &[OsString]) -> Result<End, Failure> {
-        self.whole = checkpoint::saves_whole_trees(&self.session.config);
+        self.whole = checkpoint::saves_whole_trees(&self.session.config, Asked::ForAJob);
         self.must_be_restorable()?;
         self.must_not_run_already()?;
         match self.begin(program, args) {
@@ -275,7 +275,7 @@ impl<'a> Supervisor<'a> {
     }
 
     fn watch_to_the_end(&mut self, sought: &Sought, wait: Duration) -> Result<End, Failure> {
-        self.whole = checkpoint::saves_whole_trees(&self.session.config);
+        self.whole = checkpoint::saves_whole_trees(&self.session.config, Asked::ForAJob);
         self.must_be_restorable()?;
         let Some(job) = self.find(sought, wait)? else {
             return Ok(End::NotStarted);
@@ -383,7 +383,7 @@ impl<'a> Supervisor<'a> {
         if self.whole || !run.restore_command.is_empty() || run.allow_gpu_only {
             return Ok(());
         }
-        let why = "an image of GPU memory alone cannot be restored when the job's process is gone: set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
+        let why = "an image of GPU memory alone cannot be restored when the job's process is gone: install CRIU 4.1 or newer (host.criu), so that the whole tree is saved, or set job.restore_command to a program that comes up suspended, or job.allow_gpu_only = true to have the job saved and not ended";
         Err(Failure::new(ExitCode::Preflight, Phase::Prepare, why))
     }
 

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use super::attempt::{Attempt, Holds, OpenUpload};
 use super::commit::{Captured, CapturedTree, commit, write_tables};
 use super::memory::Memory;
-use super::{Then, is_given_up, land, look, may_go_on, named, not_begun};
+use super::{Asked, Then, is_given_up, land, look, may_go_on, named, not_begun};
 use crate::config::{Config, DriverMode, HostSave};
 use crate::custody::Custody;
 use crate::driver::{CheckpointedProcess, Driver, DriverError, LockedProcess, RunningProcess};
@@ -56,15 +56,19 @@ pub(crate) use prepare::gpu_users;
 const DUMP_LIMIT: Duration = Duration::from_secs(3600);
 /// How long an ended tree may take to be gone.
 const END_LIMIT: Duration = Duration::from_secs(30);
-/// Whether saves are of the whole tree: they are asked for, or this driver has no other.
-pub(super) fn is_asked_for(config: &Config) -> bool {
+/// See [`super::saves_whole_trees`].
+pub(super) fn is_asked_for(config: &Config, asked: Asked) -> bool {
     match (config.driver.mode, config.host.save) {
         (DriverMode::Staged, _) | (_, HostSave::Always) => true,
         (DriverMode::CustomStorage, _) | (_, HostSave::Never) => false,
         (DriverMode::Auto, HostSave::Auto) => {
+            let has_a_way_back =
+                !config.run.restore_command.is_empty() || config.run.allow_gpu_only;
+            let must_be = asked == Asked::ForAJob && !has_a_way_back;
             Criu::find(&config.host).is_ok()
                 && Driver::open().is_ok_and(|driver| {
-                    driver.require_custom_storage().is_err() && driver.require_checkpoint().is_ok()
+                    driver.require_checkpoint().is_ok()
+                        && (must_be || driver.require_custom_storage().is_err())
                 })
         }
     }
@@ -516,14 +520,15 @@ fn dump(
     let watch = Arc::new(Watch::default());
     let (files_out, files_in) = mpsc::channel();
     let capture = Capture::listen(dir.path(), Arc::clone(&watch), files_out)?;
+    // Dropped behind the lane: it ends at once when nobody listens to it any more.
+    let run = around
+        .criu
+        .dump(DumpRoot::of(around.root())?, dir.path(), DUMP_LIMIT)?;
     let store = Arc::clone(&session.store_after_begin) as Arc<dyn Store>;
     let dealt = memory.deal_out_host(session, Box::new(capture), store, open);
     let Some((lanes, encoders, resources)) = dealt else {
         unreachable!("memory was prepared for a tree");
     };
-    let run = around
-        .criu
-        .dump(DumpRoot::of(around.root())?, dir.path(), DUMP_LIMIT)?;
     failpoint::pass("dump:begun");
     let (ran, saved) = std::thread::scope(|scope| {
         let running = scope.spawn(|| {

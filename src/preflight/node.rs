@@ -12,8 +12,8 @@ use rustix::fs::{Access, access, statvfs};
 use rustix::process::{Resource, getrlimit, getuid};
 
 use super::{Check, State, Subject};
-use crate::checkpoint::{plan, saves_whole_trees};
-use crate::config::{Config, Environment};
+use crate::checkpoint::{Asked, plan, saves_whole_trees};
+use crate::config::{Config, DriverMode, Environment};
 use crate::driver::{ApiVersion, Driver, ProcessState};
 use crate::error::one_line;
 use crate::host::Criu;
@@ -103,7 +103,7 @@ impl Node {
                 return node;
             }
         };
-        let whole = saves_whole_trees(config);
+        let whole = saves_whole_trees(config, Asked::ForAJob);
         node.checks.push(of_driver(&driver, whole));
         if whole {
             node.checks.push(of_criu(config));
@@ -118,7 +118,10 @@ impl Node {
                 node.to_save = Some((used, true));
             }
         }
-        if let (true, Some((bytes, true))) = (whole, node.to_save) {
+        let staged = whole
+            && (config.driver.mode == DriverMode::Staged
+                || driver.require_custom_storage().is_err());
+        if let (true, Some((bytes, true))) = (staged, node.to_save) {
             node.checks.push(staging(bytes));
         }
         node.checks

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::support::process::PATIENCE;
@@ -89,27 +90,28 @@ impl Tree {
 
     /// The binary, with this of `[host]` besides.
     fn cli(&self, driver: &str, host: &str) -> Ckptstream {
-        self.saver(driver, host).cli
-    }
-
-    fn saver(&self, driver: &str, host: &str) -> Saver {
-        let state = self.scene.state_dir();
         let save = match self.mode {
             Mode::Staged => "auto",
             Mode::Streamed => "always",
         };
+        self.saver(driver, &format!("save = \"{save}\"\n{host}"))
+            .cli
+    }
+
+    fn saver(&self, driver: &str, host: &str) -> Saver {
+        let state = self.scene.state_dir();
         let criu = match host.contains("criu = ") {
             true => String::new(),
             false => format!("criu = \"{}\"\n", self.criu.display()),
         };
         let config = format!(
-            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n[host]\nsave = \"{save}\"\n{criu}{host}\n",
+            "[spill]\non_failure = \"abandon\"\n[job]\nstate_dir = \"{}\"\n[host]\n{criu}{host}\n",
             state.display(),
         );
         self.scene.saver_with("job", driver, &config)
     }
 
-    /// Under `run`.
+    /// Under `run`, which takes whole images because nothing else would bring the job back.
     fn run(&self, args: &str) -> Supervised {
         let saver = self.saver("", "grown_files = \"truncate\"");
         let mut command = with_path(saver.cli.command("run"));
@@ -129,26 +131,28 @@ impl Tree {
         Alone(command.spawn().expect("a shell"))
     }
 
+    fn reached(&self, name: &str) -> u64 {
+        self.steps(name).last().map_or(0, |line| step_of(line))
+    }
+
     /// Waits until both have come so far.
     fn reaches(&self, step: u64) {
+        self.reach([step; 2]);
+    }
+
+    fn reach(&self, steps: [u64; 2]) {
         let started = Instant::now();
-        let is_there = |name: &str| {
-            self.steps(name)
-                .last()
-                .is_some_and(|line| step_of(line) >= step)
-        };
-        while !(is_there("a") && is_there("b") && self.lines("plain").len() > 2) {
+        let are_there = || self.reached("a") >= steps[0] && self.reached("b") >= steps[1];
+        while !(are_there() && self.lines("plain").len() > 2) {
             let so_far = (self.lines("a"), self.lines("b"));
-            assert!(started.elapsed() < PATIENCE, "step {step}: {so_far:?}");
+            assert!(started.elapsed() < PATIENCE, "{steps:?}: {so_far:?}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
     /// Both compute on: several steps more than they have done.
     fn computes_on(&self) {
-        let reached = |name: &str| self.steps(name).last().map_or(0, |line| step_of(line));
-        let furthest = reached("a").max(reached("b"));
-        self.reaches(furthest + 5);
+        self.reach(["a", "b"].map(|name| self.reached(name) + 5));
     }
 
     /// Nothing is missing, twice, or other than in a job that nobody disturbed.
@@ -194,6 +198,31 @@ fn end_tree(pid: u32) {
     for pid in ckptstream::target::descendants(pid) {
         let kill = format!("kill -9 {pid} 2>/dev/null");
         let _ = Command::new("sh").args(["-c", &kill]).status();
+    }
+}
+
+/// Microseconds of CLOCK_BOOTTIME, as in traces and logs.
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    u64::try_from(now.tv_sec * 1_000_000 + now.tv_nsec / 1000).expect("a time")
+}
+
+/// Begin of the first, and end of the last, of these lines of a trace or of a log, of which there are so many.
+fn span(what: &str, lines: &[Value], count: usize, is_it: impl Fn(&Value) -> bool) -> (u64, u64) {
+    let lines: Vec<&Value> = lines.iter().filter(|line| is_it(line)).collect();
+    assert_eq!(lines.len(), count, "{what}: {lines:#?}");
+    let starts = lines.iter().filter_map(|line| line["t_us"].as_u64());
+    let ends = lines.iter().filter_map(|line| line["end_us"].as_u64());
+    (starts.min().expect(what), ends.max().expect(what))
+}
+
+/// Each of these is over before the next begins.
+fn in_order(spans: &[(&str, (u64, u64))]) {
+    for pair in spans.windows(2) {
+        let [(first, before), (second, after)] = pair else {
+            unreachable!("pairs");
+        };
+        assert!(before.1 <= after.0, "{first} before {second}: {spans:?}");
     }
 }
 
@@ -403,8 +432,18 @@ fn what_a_saver_that_dies_leaves_is_put_in_order() {
         let killed = tree.cli("", "").dying_at(&format!("{point}=kill"));
         let ended = done(&killed, &format!("checkpoint --pid {}", alone.pid()));
         assert_eq!(ended.code, -1, "{point}: {ended:?}");
-        let recovered = done(&tree.cli("", ""), "recover");
+        let saver = tree.saver("", "");
+        let recovered = done(&saver.cli, "recover");
         assert_eq!(recovered.code, 0, "{point}: {recovered:?}");
+        // None runs before all have their memory.
+        let called = |name: &'static str| move |line: &Value| line["call"] == name;
+        let (restores, unlocks) = ("cuCheckpointProcessRestore", "cuCheckpointProcessUnlock");
+        let staged = if point == "stage:one staged" { 1 } else { 2 };
+        let trace = saver.trace();
+        in_order(&[
+            ("restore", span(restores, &trace, staged, called(restores))),
+            ("unlock", span(unlocks, &trace, 2, called(unlocks))),
+        ]);
         tree.computes_on();
         assert_eq!(tree.scene.images("job"), [0_u64; 0], "{point}");
     }
@@ -559,14 +598,17 @@ fn the_object_of_a_tree_verifies_and_a_flipped_bit_is_found() {
 /// A CRIU that fails the first time that it is to dump, or every time.
 fn failing_criu(tree: &Tree, always: bool) -> String {
     let path = tree.path("criu.sh");
-    let (criu, mark) = (tree.criu.display(), tree.path("failed"));
-    let mark = mark.display();
-    let times = match always {
-        true => "true",
-        false => &format!("[ ! -e {mark} ]"),
+    let criu = tree.criu.display();
+    let mark = tree.path("failed-once");
+    let (when, then) = match always {
+        true => ("true".to_owned(), ":".to_owned()),
+        false => (
+            format!("[ ! -e {} ]", mark.display()),
+            format!("touch {}", mark.display()),
+        ),
     };
     let script = format!(
-        "#!/bin/sh\ncase \"$*\" in *dump*--stream*) if {times}; then touch {mark}; echo no >&2; exit 1; fi;; esac\nexec {criu} \"$@\"\n"
+        "#!/bin/sh\ncase \"$*\" in *dump*--stream*) if {when}; then {then}; echo no >&2; exit 1; fi;; esac\nexec {criu} \"$@\"\n"
     );
     std::fs::write(&path, script).expect("a script");
     let status = Command::new("chmod").arg("+x").arg(&path).status();
@@ -654,6 +696,9 @@ fn what_is_sealed_goes_back_into_the_tree_that_it_is_of() {
         assert_eq!(restored.code, 0, "{what}: {restored:?}");
         assert!(restored.report["image"].is_null(), "{what}: {restored:?}");
         tree.computes_on();
+        // Nobody makes an image of what it has computed on from.
+        let last = tree.scene.last_entry("job");
+        assert_eq!(last["entry"], "dropped", "{what}: {last}");
         assert_eq!(tree.scene.images("job"), [0_u64; 0], "{what}");
     };
 
@@ -673,9 +718,11 @@ fn what_is_sealed_goes_back_into_the_tree_that_it_is_of() {
         "dump:all suspended",
         "dump:begun",
         "dump:all landed",
-        "commit:manifest stored",
+        // The first one is that of what is sealed.
+        "commit:manifest stored@2",
     ] {
-        let killed = tree.cli("", "").dying_at(&format!("{point}=kill"));
+        let (name, count) = point.split_once('@').unwrap_or((point, "1"));
+        let killed = tree.cli("", "").dying_at(&format!("{name}=kill@{count}"));
         let ended = done(&killed, &checkpoint);
         assert_eq!(ended.code, -1, "{point}: {ended:?}");
         let recovered = done(&tree.cli("", ""), "recover");
@@ -732,4 +779,72 @@ fn a_tree_that_dies_behind_begin_is_lost_and_named() {
     );
     let recovered = done(&tree.cli("", ""), "recover --end");
     assert_eq!(recovered.code, 12, "{recovered:?}");
+}
+
+#[test]
+fn a_streamed_save_of_a_tree_and_its_restore_are_in_order() {
+    let Some(tree) = Tree::new(Mode::Streamed) else {
+        return;
+    };
+    let alone = tree.start();
+    tree.reaches(3);
+    // What does not wait for an answer shows.
+    tree.scene.server.set_rules(&json!([
+        {"op": ["UploadPart", "CompleteMultipartUpload", "PutObject"], "always": true, "action": {"delay_after_ms": 15}},
+    ]));
+    let stat = format!("/proc/{}/stat", alone.pid());
+    let watch = std::thread::spawn(move || {
+        let is_there = || std::fs::read_to_string(&stat).is_ok_and(|text| !text.contains(") Z "));
+        while is_there() {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        now()
+    });
+    let saver = tree.saver("", "save = \"always\"");
+    let saved = done(&saver.cli, &format!("checkpoint --pid {}", alone.pid()));
+    assert_eq!(saved.code, 0, "{saved:?}");
+    let died = watch.join().expect("it ends");
+    drop(alone);
+    let called = |name: &'static str| move |line: &Value| line["call"] == name;
+    let asked = |op: &'static str, part: &'static str| {
+        move |line: &Value| {
+            let key = line["key"].as_str().unwrap_or_default();
+            line["op"] == op && key.contains(part)
+        }
+    };
+    let (trace, log) = (saver.trace(), tree.scene.server.all_requests());
+    let calls = |name: &'static str| span(name, &trace, 2, called(name));
+    let requests = |op: &'static str, part: &'static str, count: usize| {
+        span(part, &log, count, asked(op, part))
+    };
+    // Two processes, of which one uses two GPUs; `open`, `saving` and `image`.
+    let entered = log.iter().rfind(|line| asked("PutObject", "/log/")(line));
+    let entered = entered.and_then(|line| Some((line["t_us"].as_u64()?, line["end_us"].as_u64()?)));
+    in_order(&[
+        ("lock", calls("cuCheckpointProcessLock")),
+        ("begin", calls("cuCheckpointProcessCheckpoint")),
+        ("gpus", requests("CompleteMultipartUpload", "/gpu-", 3)),
+        ("manifest", requests("PutObject", "manifest.sealed.json", 1)),
+        ("seal", requests("PutObject", "/sealed.json", 1)),
+        ("complete", calls("cuCheckpointOperationComplete")),
+        ("host", requests("UploadPart", "/host-", 1)),
+        ("landed", requests("CompleteMultipartUpload", "/host-", 1)),
+        ("manifest", requests("PutObject", "/manifest.json", 1)),
+        ("commit", entered.expect("an entry")),
+        ("death", (died, died)),
+    ]);
+
+    let saver = tree.saver("", "save = \"always\"");
+    let restored = done(&saver.cli, "restore");
+    assert_eq!(restored.code, 0, "{restored:?}");
+    let trace = saver.trace();
+    let calls = |name: &'static str| span(name, &trace, 2, called(name));
+    in_order(&[
+        ("restore", calls("cuCheckpointProcessRestore")),
+        ("complete", calls("cuCheckpointOperationComplete")),
+        ("unlock", calls("cuCheckpointProcessUnlock")),
+    ]);
+    tree.computes_on();
+    let pid = restored.report["targets"][0]["pid"].as_u64();
+    end_namespace(pid.expect("a pid"));
 }

@@ -123,6 +123,18 @@ impl Scene {
         });
     }
 
+    /// The last entry of a job's log.
+    pub(crate) fn last_entry(&self, job: &str) -> Value {
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        let key = format!("{job}/log/{:08}.json", self.log_len(job));
+        let read = runtime.block_on(async {
+            let store = self.store().await;
+            store.get(&Key::new(&key).expect("a key"), 64 << 10).await
+        });
+        let bytes = read.expect("the server runs").expect("an entry");
+        serde_json::from_slice(&bytes).expect("JSON")
+    }
+
     /// Entries of a job's log, which has less than a hundred.
     pub(crate) fn log_len(&self, job: &str) -> u64 {
         let runtime = tokio::runtime::Runtime::new().expect("a runtime");
