@@ -53,6 +53,7 @@ use crate::store::{Store, StoreError};
 pub use desk::{Answer, Doing, Question, Report, Verdict, ask};
 pub use finding::Sought;
 pub use process::{JobProcess, Status};
+pub use service::Ready;
 pub use tally::Ever;
 
 use arming::{Arming, WarmDriver};
@@ -111,6 +112,8 @@ pub struct Supervisor<'a> {
     noted: Option<JoinHandle<Option<String>>>,
     /// Saves are of the job's whole tree.
     whole: bool,
+    /// Who hears that the job runs.
+    ready: Option<Ready>,
 }
 
 impl std::fmt::Debug for Supervisor<'_> {
@@ -195,6 +198,7 @@ impl<'a> Supervisor<'a> {
         board: Board,
         for_the_job: mpsc::UnboundedReceiver<Signal>,
         show: &'a dyn Fn(&Session) -> Box<dyn Any>,
+        ready: Option<Ready>,
     ) -> Result<Self, Failure> {
         // Every save needs it, and it is too late to say so at the notice.
         journal::make_dir(&session.config.state_dir())
@@ -233,6 +237,7 @@ impl<'a> Supervisor<'a> {
             ending: CancellationToken::new(),
             noted: None,
             whole: false,
+            ready,
         };
         supervisor.count_what_was_before();
         Ok(supervisor)
@@ -445,7 +450,7 @@ impl<'a> Supervisor<'a> {
             report.job_pid = Some(job.pid);
             report.not_armed = whole.then(|| NOT_ARMED_WHOLE.to_owned());
         });
-        service::ready();
+        service::ready(self.ready.take());
         loop {
             self.desk.report(|report| report.doing = Doing::Watching);
             match self.next_event(job, &watch) {

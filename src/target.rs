@@ -17,6 +17,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 const STAT_STATE: usize = 0;
 /// The same: pid of the parent.
 const STAT_PARENT: usize = 1;
+/// Its session's leader.
+const STAT_SESSION: usize = 3;
 /// The same: start time in clock ticks since boot (field 22 of proc(5)).
 const STAT_START_TIME: usize = 19;
 
@@ -183,6 +185,12 @@ impl Target {
         paths.sort_unstable();
         paths.dedup();
         paths
+    }
+
+    /// Pid of its session's leader; 0 of one that has no pid in our namespace.
+    pub(crate) fn session(&self) -> Option<u32> {
+        let stat = read(self.pid, "stat").ok()?;
+        stat_field(&stat, STAT_SESSION)?.parse().ok()
     }
 
     /// What keeps it from running, if anything does: a stopped or frozen process cannot answer the driver's lock.

@@ -14,9 +14,10 @@ use super::bench::BenchArgs;
 use super::timeline::TimelinePath;
 use crate::config::Overrides;
 use crate::driver::GpuUuid;
+use crate::error::{ExitCode, Failure, Phase};
 use crate::image::ImageRef;
 use crate::ownership::WhileSaved;
-use crate::supervise::Sought;
+use crate::supervise::{Ready, Sought};
 
 const AFTER_HELP: &str = "\
 Credentials come from the SDK's chain only: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, a web identity token, the instance's role. \
@@ -248,9 +249,36 @@ pub(super) struct CheckpointArgs {
     pub(super) timeline: TimelineArgs,
 }
 
+/// `--ready-fd`
+#[derive(Debug, ClapArgs)]
+pub(super) struct ReadyArgs {
+    /// Write a newline to this open file, a pipe mostly, when the job runs, restored or started, and not before
+    #[arg(long, value_name = "FD")]
+    ready_fd: Option<u32>,
+}
+
+impl ReadyArgs {
+    /// Who is to hear it.
+    ///
+    /// # Errors
+    /// Exit 2 where nothing is open there.
+    pub(super) fn open(&self) -> Result<Option<Ready>, Failure> {
+        let Some(fd) = self.ready_fd else {
+            return Ok(None);
+        };
+        Ready::open(fd).map(Some).map_err(|error| {
+            let why = format!("file descriptor {fd} (--ready-fd) cannot be written to: {error}");
+            Failure::new(ExitCode::Config, Phase::Config, why)
+        })
+    }
+}
+
 /// `run`
 #[derive(Debug, ClapArgs)]
 pub(super) struct RunArgs {
+    #[command(flatten)]
+    pub(super) ready: ReadyArgs,
+
     /// The job: a program and its arguments, behind --
     #[arg(required = true, last = true, value_name = "CMD")]
     pub(super) command: Vec<OsString>,
@@ -261,6 +289,9 @@ pub(super) struct RunArgs {
 pub(super) struct WatchArgs {
     #[command(flatten)]
     sought: SoughtArgs,
+
+    #[command(flatten)]
+    pub(super) ready: ReadyArgs,
 
     /// Time to wait for a process of --cgroup or --command that is still to come up, such as 10m
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration, conflicts_with = "pid")]
@@ -472,6 +503,9 @@ pub(super) struct RestoreArgs {
 
     #[command(flatten)]
     pub(super) while_saved: WhileSavedArgs,
+
+    #[command(flatten)]
+    pub(super) ready: ReadyArgs,
 
     /// Put a stored GPU onto a present one; repeatable, UUIDs as nvidia-smi -L prints them [file: driver.gpu_map; default: the same GPU, else one alike]
     #[arg(long, value_name = "OLD=NEW")]

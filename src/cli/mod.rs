@@ -253,6 +253,7 @@ impl Run<'_> {
                 })
             }
             Command::Restore(command) => self.transfer(config()?, &command.timeline, |session| {
+                let ready = command.ready.open()?;
                 let wanted = restore::Wanted {
                     image: command.image.image,
                     // A tree is made anew, so any of its images will do.
@@ -261,10 +262,14 @@ impl Run<'_> {
                     read_only: command.read_only,
                     while_saved: command.while_saved.wanted(),
                 };
-                match command.pid {
+                let restored = match command.pid {
                     Some(pid) => restore::restore(session, pid, wanted),
                     None => restore_tree(session, wanted),
+                }?;
+                if let Some(ready) = ready {
+                    ready.tell();
                 }
+                Ok(restored)
             }),
             Command::Gc(command) => {
                 let options = GcOptions {

@@ -95,6 +95,11 @@ impl Run<'_> {
         }
         let config = Config::resolve(&self.args.overrides(), &self.raw()?, &Environment::read())
             .map_err(config_failure)?;
+        let ready = match &self.args.command {
+            Command::Watch(watch) => watch.ready.open()?,
+            Command::Run(run) => run.ready.open()?,
+            _ => None,
+        };
         let requeue = config.run.requeue_exit_code;
         let end = Ground::stand_without_signals(Meter::new(), |ground| {
             let board = Board::default();
@@ -108,10 +113,10 @@ impl Run<'_> {
                     self.console.clone(),
                 ))
             };
-            let supervisor = Supervisor::new(session, board, for_the_job, &show)?;
+            let supervisor = Supervisor::new(session, board, for_the_job, &show, ready)?;
             match &self.args.command {
                 Command::Watch(watch) => supervisor.watch(&watch.sought(), watch.wait),
-                Command::Run(RunArgs { command }) => match command.split_first() {
+                Command::Run(RunArgs { command, .. }) => match command.split_first() {
                     Some((program, args)) => supervisor.run(program, args),
                     None => unreachable!("clap wants one word at least"),
                 },

@@ -24,12 +24,13 @@ use std::time::{Duration, Instant};
 
 use super::gpu_map::{GpuPairs, is_identity, map_gpus};
 use super::in_order::{Ahead, InOrderError, write_in_order};
-use super::read::{LoadFailed, Which, load_plan, outcome_of};
+use super::read::{LoadFailed, Which, load_nowhere, load_plan, outcome_of};
 use super::{
     CheckError, Chosen, PointOfNoReturn, Taken, Transfer, Wanted, Ways, give_up_the_job,
     must_have_memory, present_device, read_image, refused, unpin,
 };
 use crate::checkpoint::look;
+use crate::config::Verify;
 use crate::driver::{
     CheckpointedProcess, Driver, DriverError, LockedProcess, RestoringProcess, RunningProcess,
 };
@@ -152,6 +153,10 @@ fn put_back(
     let image = &chosen.image;
     let checked = check(session, image, streams).map_err(|cause| refused(Phase::Read, cause))?;
     failpoint::pass("restore:checked");
+    // The tree can be made again, so that is not what happens unless it is asked for.
+    if session.config.restore.verify == Some(Verify::All) {
+        load_nowhere(session, image).map_err(|error| refused(Phase::Read, error.into()))?;
+    }
     let since = clock.enter(Phase::Restore);
     let driver = &checked.driver;
     let rebuilt = match image.manifest.capture.mode {

@@ -1007,3 +1007,53 @@ fn all_that_is_logged_of_a_save_names_it() {
         assert_eq!(line["trace"], claimed, "{line}");
     }
 }
+
+#[test]
+fn whoever_gave_a_pipe_hears_that_the_job_runs_and_not_before() {
+    let scene = Scene::new(&[]);
+    scene.save("job");
+    let job = Job::new(&scene, TARGET);
+    let ready = scene.state_dir().with_extension("ready");
+    let with_fd_3 = |command: &Command| {
+        let mut shell = Command::new("sh");
+        let script = format!("exec \"$0\" \"$@\" 3>{}", ready.display());
+        shell.args(["-c", &script]).arg(command.get_program());
+        shell.args(command.get_args()).env_clear();
+        shell.envs(
+            command
+                .get_envs()
+                .filter_map(|(name, value)| Some((name, value?))),
+        );
+        shell
+    };
+    let (saver, command) = job.command("");
+    let mut words: Vec<_> = command.get_args().map(ToOwned::to_owned).collect();
+    let run = words
+        .iter()
+        .position(|word| word == "run")
+        .expect("it runs");
+    words.splice(run + 1..run + 1, ["--ready-fd".into(), "3".into()]);
+    let mut with_ready = Command::new(command.get_program());
+    with_ready.args(&words);
+    with_ready.envs(
+        command
+            .get_envs()
+            .filter_map(|(name, value)| Some((name, value?))),
+    );
+    // The image is slow to be read.
+    scene.server.set_rules(&json!([
+        {"op": "GetObject", "key_contains": ".zst", "always": true, "action": {"delay_before_ms": 300}},
+    ]));
+    let run = Supervised::start((saver.unhurried(), with_fd_3(&with_ready)));
+    until_status(&scene, |report| report.doing == Doing::Restoring);
+    let said = || std::fs::read_to_string(&ready).unwrap_or_default();
+    let before = said();
+    until(|| !said().is_empty());
+    assert_eq!((before.as_str(), said().as_str()), ("", "\n"));
+    let restored = status(&scene);
+    assert!(
+        restored.job_pid.is_some() && restored.doing != Doing::Restoring,
+        "{restored:?}"
+    );
+    drop(run);
+}

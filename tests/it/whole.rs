@@ -715,6 +715,15 @@ fn what_is_sealed_goes_back_into_the_tree_that_it_is_of() {
     assert_eq!(recovered.code, 16, "{recovered:?}");
     back("CRIU", alone.pid());
 
+    // The deadline comes while the tree is dumped, and leaves no time to give anything back.
+    tree.scene.server.set_rules(&json!([{"op": "UploadPart", "key_contains": "/host-", "always": true, "action": {"stall": true}}]));
+    let patient = tree.saver("", "save = \"always\"").patient();
+    let late = done(&patient.cli, &format!("{checkpoint} --deadline 6s"));
+    tree.scene.server.set_rules(&json!([]));
+    assert_eq!(late.code, 16, "{late:?}");
+    assert!(late.stderr.contains("reading it back takes"), "{late:?}");
+    back("the deadline", alone.pid());
+
     // The saver dies between the seal and the commit.
     for point in [
         "dump:all suspended",
@@ -756,6 +765,25 @@ fn what_is_sealed_goes_back_into_the_tree_that_it_is_of() {
         .put_entry("job", tree.scene.log_len("job") + 1, &open);
     let fenced = done(&tree.cli("", ""), &format!("restore --pid {}", alone.pid()));
     assert_eq!(fenced.code, 4, "{fenced:?}");
+}
+
+#[test]
+fn a_tree_that_is_tied_to_others_is_refused_before_it_is_touched() {
+    let Some(tree) = Tree::new(Mode::Staged) else {
+        return;
+    };
+    // Of our own session.
+    let mut command = Command::new("sh");
+    command.arg(tree.path("tree.sh")).env_clear();
+    tree.scene.node.apply(&mut command);
+    let tied = Alone(with_path(command).spawn().expect("a shell"));
+    tree.reaches(3);
+    let saver = tree.saver("", "");
+    let refused = done(&saver.cli, &format!("checkpoint --pid {}", tied.pid()));
+    assert_eq!(refused.code, 3, "{refused:?}");
+    assert!(refused.stderr.contains("host.shell_job"), "{refused:?}");
+    assert_eq!(saver.calls("cuCheckpointProcessLock"), 0);
+    tree.computes_on();
 }
 
 #[test]

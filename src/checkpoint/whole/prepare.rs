@@ -12,7 +12,7 @@ use crate::config::{DriverMode, Environment};
 use crate::custody::Custody;
 use crate::driver::{Driver, DriverCode, DriverError, ProcessState, RunningProcess};
 use crate::error::{ExitCode, Failure, Phase, one_line};
-use crate::host::{Criu, ProcessTree};
+use crate::host::{Criu, ProcessTree, must_stand_alone};
 use crate::journal::Step;
 use crate::manifest::CaptureMode;
 use crate::ownership::WhileSaved;
@@ -66,6 +66,7 @@ pub(super) fn prepare(
         let (pid, name) = (heir.pid, heir.name.clone());
         return Err(refused(Heir { pid, name }.into()));
     }
+    must_stand_alone(&tree, &session.config.host).map_err(|error| refused(error.into()))?;
     let mut members = Vec::with_capacity(users.len());
     for pid in users {
         let custody = match Custody::take(session, pid, "checkpoint") {
