@@ -154,6 +154,8 @@ struct Watch {
     arming: Arming,
     /// Bytes of GPU memory per second, from the notice to the commit, of the last save.
     rate: Option<f64>,
+    /// Bytes of the last save.
+    saved: Option<u64>,
     /// Times that a save was refused for this notice, for a reason that may pass.
     refusals: u32,
     /// As many notices were raised when the last one was refused.
@@ -176,6 +178,7 @@ impl Watch {
         Self {
             arming,
             rate: None,
+            saved: None,
             refusals: 0,
             refused: 0,
             not_before: None,

@@ -53,6 +53,15 @@ impl Supervisor<'_> {
     pub(super) fn save_for(&self, notice: &Notice, job: &JobProcess, watch: &mut Watch) -> Saved {
         self.desk.report(|report| report.doing = Doing::Saving);
         if self.whole {
+            if let Some(failure) = self.tree_does_not_fit(self.due(notice), watch) {
+                match self.session.config.preempt.policy {
+                    DeadlinePolicy::Try => tell("the save is begun all the same", &failure),
+                    // A tree has no spill.
+                    DeadlinePolicy::Refuse | DeadlinePolicy::Spill => {
+                        return Saved::Refused(failure);
+                    }
+                }
+            }
             let session = self.session.for_one_transfer(None);
             let saved = self.save_tree(&session, job, watch, Then::Suspend);
             return saved.unwrap_or_else(|failure| self.failed(&session, job, watch, failure));
@@ -64,7 +73,8 @@ impl Supervisor<'_> {
             Err(failure) => return self.failed(&self.session, job, watch, failure),
         };
         let deadline = due();
-        if let Some(failure) = self.does_not_fit(deadline, watch.rate, &prepared) {
+        let used = prepared.used_memory().ok();
+        if let Some(failure) = does_not_fit(deadline, watch.rate, used) {
             match self.session.config.preempt.policy {
                 DeadlinePolicy::Refuse => {
                     watch.arming.leave(prepared);
@@ -249,23 +259,13 @@ impl Supervisor<'_> {
         matches!(looked, Some(Err(OwnershipError::Fenced { .. })))
     }
 
-    /// Why a save will be late, by the rate of the last one.
-    fn does_not_fit(&self, deadline: Instant, rate: Option<f64>, armed: &Armed) -> Option<Failure> {
-        let rate = rate?;
-        let used = armed.used_memory().ok()?;
-        let left = deadline.saturating_duration_since(Instant::now());
-        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-        let needed = Duration::try_from_secs_f64(used as f64 / rate).unwrap_or(Duration::MAX);
-        (needed > left).then(|| {
-            let why = format!(
-                "{} MiB of GPU memory need {:.1} s at the {:.0} MiB/s of the last save, and {:.1} s are left (preempt.deadline_policy)",
-                used >> 20,
-                needed.as_secs_f64(),
-                rate / f64::from(1 << 20),
-                left.as_secs_f64()
-            );
-            Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why)
-        })
+    /// Why a save of the whole tree will be late: it has as much to save as the last time, or as its GPUs have in use if that is more. What of its memory CRIU leaves out does not show beforehand.
+    fn tree_does_not_fit(&self, deadline: Instant, watch: &Watch) -> Option<Failure> {
+        // Without an earlier save, which has brought the driver up, there is no rate.
+        let saved = watch.saved?;
+        let used = self.driver.open().ok()?.used_memory_of_all().ok()?;
+        let used = used.into_iter().fold(0, u64::saturating_add);
+        does_not_fit(deadline, watch.rate, Some(used.max(saved)))
     }
 
     /// A save after which the job goes on. [`Saved::Committed`], [`Saved::RunsOn`] and `None`, which is a save that was skipped: it does.
@@ -447,8 +447,27 @@ impl Watch {
         let raw = outcome.bytes.raw as f64;
         if raw > 0.0 && seconds > 0.0 {
             self.rate = Some(raw / seconds);
+            self.saved = Some(outcome.bytes.raw);
         }
     }
+}
+
+/// Why a save of so many bytes will be late, by the rate of the last one.
+fn does_not_fit(deadline: Instant, rate: Option<f64>, used: Option<u64>) -> Option<Failure> {
+    let (rate, used) = (rate?, used?);
+    let left = deadline.saturating_duration_since(Instant::now());
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    let needed = Duration::try_from_secs_f64(used as f64 / rate).unwrap_or(Duration::MAX);
+    (needed > left).then(|| {
+        let why = format!(
+            "{} MiB of memory need {:.1} s at the {:.0} MiB/s of the last save, and {:.1} s are left (preempt.deadline_policy)",
+            used >> 20,
+            needed.as_secs_f64(),
+            rate / f64::from(1 << 20),
+            left.as_secs_f64()
+        );
+        Failure::new(ExitCode::DoesNotFit, Phase::Prepare, why)
+    })
 }
 
 /// The driver is the same in a second.

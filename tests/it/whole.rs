@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use ckptstream::supervise::{Answer, Question, ask};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -13,7 +14,7 @@ use tempfile::TempDir;
 use super::support::process::PATIENCE;
 use super::support::s3_server::{has_credentials, testkit};
 use super::support::scene::{Saver, Scene};
-use super::support::supervised::{REQUEUE, Supervised};
+use super::support::supervised::{REQUEUE, Supervised, notified};
 use super::support::{Ckptstream, Node, Run, Target, step_of};
 
 /// The program, if there is one.
@@ -877,4 +878,41 @@ fn a_streamed_save_of_a_tree_and_its_restore_are_in_order() {
     tree.computes_on();
     let pid = restored.report["targets"][0]["pid"].as_u64();
     end_namespace(pid.expect("a pid"));
+}
+
+#[test]
+fn a_tree_whose_save_does_not_fit_is_refused_and_has_the_signal() {
+    let Some(tree) = Tree::new(Mode::Streamed) else {
+        return;
+    };
+    let saver = tree.saver("", "").unhurried();
+    let config = saver.cli.config_text();
+    let config = config.replace("[job]\n", "[job]\ninterval = \"1s\"\n");
+    let saver = saver.with_config(&config);
+    let mut command = with_path(saver.cli.command("run"));
+    command.arg("--").arg("sh").arg(tree.path("tree.sh"));
+    // The first save in passing tells the rate, and keeps the job so long that the next one is left out: none is under way at the notice.
+    tree.scene.server.set_rules(&json!([
+        {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 2000}},
+    ]));
+    let run = Supervised::start((saver, command));
+    let started = Instant::now();
+    let socket = tree.scene.state_dir().join("job.sock");
+    let is_left_out = || {
+        let answer = ask(&socket, &Question::Status);
+        matches!(answer, Ok(Answer::Status(report)) if report.saves_skipped >= 1)
+    };
+    while !is_left_out() {
+        assert!(started.elapsed() < PATIENCE, "no save is left out");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let verdict = notified(&tree.scene, Some(3.0));
+    assert_eq!(verdict.exit_code, 5, "{verdict:?}");
+    let ended = run.ends();
+    assert_eq!(ended.code, 143, "the job's own end: {ended:?}");
+    assert!(
+        ended.stderr.contains("preempt.deadline_policy"),
+        "{ended:?}"
+    );
+    assert_eq!(tree.scene.images("job"), [1]);
 }
