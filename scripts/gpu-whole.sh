@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Whole process trees on a real GPU whose driver lacks custom storage (NVIDIA 570 to 13.3's), through host memory and CRIU:
 #   1. a PyTorch training job under `ckptstream run` gets SIGTERM at a random step, is saved to the test S3 server and ended, and is restored by the next `run`: its losses have to be those of an undisturbed run, bit for bit.
-#      Once by itself, and once with two data loader workers.
+#      Once by itself, once with two data loader workers, and once as two such processes in one tree, which share the GPU.
 #   2. a process with BYTES of weights-like GPU memory is saved, ended and restored: seconds per phase;
 #   3. the same process by what there is without ckptstream, on the same machine: the driver's checkpoint to host memory, `criu dump` to a local disk, `s5cmd cp` to the same server.
 #
@@ -79,6 +79,34 @@ say "1a. pre-empted"
 pre_empted alone-pre-empted 0
 say "1b. pre-empted, with 2 data loader workers"
 pre_empted workers-pre-empted 2
+
+# Two trainings in one tree; each writes to a file of its own.
+pair_pre_empted() {
+    local at=$((20 + RANDOM % 80)) status=0 job a=$OUT/losses-pair-a.txt b=$OUT/losses-pair-b.txt
+    job=$(config pair)
+    printf '#!/bin/sh\npython3 %s %s 0 >>%s &\npython3 %s %s 0 >>%s &\nwait\n' "$ROOT/scripts/train.py" "$STEPS" "$a" "$ROOT/scripts/train.py" "$STEPS" "$b" >"$DIR/pair.sh"
+    : >"$a"
+    : >"$b"
+    "$CKPTSTREAM" run --config "$job" --progress none -- sh "$DIR/pair.sh" >/dev/null 2>"$DIR/pair.log" </dev/null &
+    STARTED_PIDS+=("$!")
+    local run=$!
+    wait_for_line "$a" "^step $at " "$run" 120 >/dev/null
+    kill -TERM "$run"
+    wait "$run" || status=$?
+    [ "$status" -eq 75 ] || { cat "$DIR/pair.log"; fail "pair: run ended with $status; 75 was expected"; }
+    say "  SIGTERM at step $at, saved and ended after steps $(grep -c '^step ' "$a") and $(grep -c '^step ' "$b"): exit 75"
+    status=0
+    "$CKPTSTREAM" run --config "$job" --progress none -- sh "$DIR/pair.sh" >/dev/null 2>>"$DIR/pair.log" </dev/null || status=$?
+    [ "$status" -eq 0 ] || { cat "$DIR/pair.log"; fail "pair: the second run ended with $status"; }
+    "$CKPTSTREAM" list --config "$job" | sed 's/^/  /'
+    for file in "$a" "$b"; do
+        cmp <(grep '^step ' "$OUT/losses-alone.txt") <(grep '^step ' "$file") || { cat "$DIR/pair.log"; fail "pair: the losses differ"; }
+    done
+    say "  all $STEPS losses of both are those of the undisturbed run, bit for bit"
+}
+
+say "1c. two processes that share the GPU, pre-empted"
+pair_pre_empted
 
 # hold NAME: a process with BYTES of GPU memory, in a session of its own; its pid in HELD.
 hold() {

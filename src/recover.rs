@@ -692,10 +692,17 @@ fn judge(
 ) -> (Deed, ExitCode, String) {
     use ProcessState as S;
     let is_restore = left.head.command == "restore";
+    // What is noted may come late: whoever was to be restored and is locked was restored by us.
     let was_locked = left.steps.iter().any(|step| {
         matches!(
             step,
-            Step::Lock | Step::Unlock | Step::Begin | Step::Stage | Step::RestoreComplete
+            Step::Lock
+                | Step::Unlock
+                | Step::Begin
+                | Step::Stage
+                | Step::GiveBack
+                | Step::Restore
+                | Step::RestoreComplete
         )
     });
     // The notes are written behind the steps: one of the three is there.

@@ -187,6 +187,7 @@ fn take_all(session: &Session, tree: &SealedTree, image: &Image) -> Result<Vec<C
             root_start: tree.root.1,
         },
         Step::Sealed,
+        Step::GiveBack,
     ];
     for saved in &image.manifest.processes {
         let taken = take_custody(session, saved.pid).and_then(|custody| {
