@@ -8,6 +8,7 @@
 mod bucket;
 mod drill;
 mod node;
+mod smi;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
