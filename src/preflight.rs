@@ -8,9 +8,10 @@
 mod bucket;
 mod drill;
 mod node;
+mod smi;
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -173,12 +174,17 @@ pub fn preflight(around: &Surroundings) -> Findings {
 
 /// Looks at everything, then locks the target, lets it go, and sends a small image.
 pub fn drill(around: Surroundings, pid: u32) -> Findings {
+    drill_in_turn(around, pid, &Mutex::default())
+}
+
+/// The same beside somebody else who wants the target: it has the target only as long as it holds `hands`, and does not take it any more once it is cancelled.
+pub(crate) fn drill_in_turn(around: Surroundings, pid: u32, hands: &Mutex<()>) -> Findings {
     let around = Surroundings {
         pid: Some(pid),
         ..around
     };
     let (mut findings, session) = look(&around);
-    drill::rehearse(session.as_ref(), pid, &mut findings);
+    drill::rehearse(session.as_ref(), pid, hands, &mut findings);
     findings
 }
 

@@ -18,6 +18,7 @@
 mod arming;
 mod begin;
 mod desk;
+mod drill;
 mod finding;
 mod lookout;
 mod metrics;
@@ -564,6 +565,7 @@ impl<'a> Supervisor<'a> {
             report.armed = bytes.is_some();
             report.armed_bytes = bytes.unwrap_or(0);
             report.not_armed = arming.why_not().map(str::to_owned);
+            report.drill = arming.drilled().map(str::to_owned);
         });
     }
 

@@ -227,6 +227,7 @@ impl StatusListing {
                 ),
             ),
         ];
+        rows.extend(report.drill.clone().map(|line| ("drill", line)));
         if report.saves_skipped > 0 {
             rows.push((
                 "skipped",

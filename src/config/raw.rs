@@ -89,6 +89,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
             "margin",
             "deadline_policy",
             "contexts",
+            "drill",
             "file",
             "socket",
             "poll",
@@ -362,6 +363,8 @@ pub struct RawPreempt {
     pub deadline_policy: Option<String>,
     /// `eager` or `at-notice`.
     pub contexts: Option<String>,
+    /// A drill when the job first uses its GPUs.
+    pub drill: Option<bool>,
     /// Absolute path of a file.
     pub file: Option<String>,
     /// Absolute path of a socket.

@@ -70,6 +70,8 @@ pub struct PreemptConfig {
     pub policy: DeadlinePolicy,
     /// When the GPUs' contexts are made.
     pub contexts: Contexts,
+    /// Do a drill when the job first uses its GPUs.
+    pub drill: bool,
     /// The file of [`Source::File`].
     pub file: Option<PathBuf>,
     /// The socket of [`Source::Socket`]; `None` is one in the state directory.
@@ -227,8 +229,9 @@ impl PreemptConfig {
         {
             return Err(setting.invalid("this needs a directory: set spill.path"));
         }
-        let contexts = Setting::file("preempt.contexts", raw.contexts.as_deref());
-        let contexts = contexts
+        let contexts_setting = Setting::file("preempt.contexts", raw.contexts.as_deref());
+        let contexts = contexts_setting
+            .as_ref()
             .map(|word| {
                 word.word(&[
                     ("eager", Contexts::Eager),
@@ -236,6 +239,15 @@ impl PreemptConfig {
                 ])
             })
             .transpose()?;
+        let drill = raw.drill.unwrap_or(false);
+        if let (Some(Contexts::AtNotice), Some(setting), true) = (contexts, contexts_setting, drill)
+        {
+            return Err(ConfigError::Conflict {
+                first: "preempt.drill = true".to_owned(),
+                second: setting.to_string(),
+                why: "a drill takes contexts from the job before the notice",
+            });
+        }
         let path = |key: &'static str, text: Option<&str>| {
             let text = Setting::file(key, text);
             text.map(|text| text.file_path()).transpose()
@@ -266,6 +278,7 @@ impl PreemptConfig {
             margin,
             policy: policy.unwrap_or(DeadlinePolicy::Refuse),
             contexts: contexts.unwrap_or(Contexts::Eager),
+            drill,
             file,
             socket: path("preempt.socket", raw.socket.as_deref())?,
             poll: time("preempt.poll", raw.poll.as_deref(), StoreTimes::LEAST, 60)?

@@ -4,6 +4,7 @@
 //!
 //! What preflight has found out already is not tried once more: a target that cannot be locked is not locked, and a store that does not answer is not sent an image.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Check, Findings, State, Subject};
@@ -33,8 +34,13 @@ const IMAGE: Subject = Subject {
     mend: "see the checks above, and `ckptstream bench`",
 };
 
-/// Makes the three checks.
-pub(super) fn rehearse(session: Option<&Session>, pid: u32, findings: &mut Findings) {
+/// Makes the three checks. `hands` is held as long as the target is in ours.
+pub(super) fn rehearse(
+    session: Option<&Session>,
+    pid: u32,
+    hands: &Mutex<()>,
+    findings: &mut Findings,
+) {
     let failed = |prefix: &str| {
         let failed = |check: &&Check| check.state == State::Failed;
         let mut checks = findings.checks.iter().filter(failed);
@@ -57,7 +63,7 @@ pub(super) fn rehearse(session: Option<&Session>, pid: u32, findings: &mut Findi
     };
     match target {
         Some(because) => findings.checks.push(not_tried(&LOCK, because)),
-        None => of_target(session, pid, findings),
+        None => of_target(session, pid, hands, findings),
     }
     findings.checks.push(match store {
         Some(because) => not_tried(&IMAGE, because),
@@ -65,7 +71,13 @@ pub(super) fn rehearse(session: Option<&Session>, pid: u32, findings: &mut Findi
     });
 }
 
-fn of_target(session: &Session, pid: u32, findings: &mut Findings) {
+fn of_target(session: &Session, pid: u32, hands: &Mutex<()>, findings: &mut Findings) {
+    let _in_hand = hands.lock().unwrap_or_else(PoisonError::into_inner);
+    // Whoever has asked us to stop may take the target as soon as it is in nobody's hands.
+    if let Err(stopped) = session.check_cancelled() {
+        findings.checks.push(LOCK.wrong(one_line(&stopped)));
+        return;
+    }
     // What was left of preflight's time is not the lock's.
     session.set_deadline(None);
     let limit = session.config.driver.lock_timeout;

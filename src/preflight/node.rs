@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fs::{Access, access, statvfs};
 use rustix::process::{Resource, getrlimit, getuid};
 
-use super::{Check, State, Subject};
+use super::{Check, State, Subject, smi};
 use crate::checkpoint::{Asked, plan, saves_whole_trees};
 use crate::config::{Config, DriverMode, Environment};
 use crate::driver::{ApiVersion, Driver, ProcessState};
@@ -109,6 +109,8 @@ impl Node {
             node.checks.push(of_criu(config));
         }
         node.checks.push(gpu_mode());
+        let ours = driver.devices().iter().map(|gpu| gpu.uuid.to_string());
+        node.checks.extend(smi::look(&ours.collect::<Vec<_>>()));
         node.checks.push(host_memory(config, &driver));
         let all: u64 = driver.devices().iter().map(|gpu| gpu.memory_len).sum();
         node.to_save = Some((all, false));

@@ -1,4 +1,4 @@
-//! What is prepared while the job runs, so that from a notice to the lock there is next to nothing left to do.
+//! What is prepared while the job runs, so that from a notice to the lock there is next to nothing left to do; before it, the drill that `preempt.drill` asks for.
 //!
 //! In: the job's processes, the driver. Out: an [`Armed`] save, made anew now and then. What can fail: nothing for good; what cannot be prepared now is tried again, and `status` says why it is not.
 //!
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::drill::{Drill, STOPPED};
 use super::process::JobProcess;
 use crate::checkpoint::{self, Armed, gpu_users};
 use crate::config::Contexts;
@@ -52,6 +53,10 @@ pub(super) struct Arming {
     leaving: Option<JoinHandle<()>>,
     /// Since the job was watched over first.
     since: Instant,
+    /// There is still to be a drill.
+    is_to_drill: bool,
+    /// What it came to.
+    drilled: Option<String>,
 }
 
 /// What there is of a prepared save.
@@ -68,6 +73,8 @@ pub(super) enum Taken {
 #[derive(Debug)]
 enum State {
     Down,
+    /// What comes before.
+    Drilling(Box<Drill>),
     Coming(Box<Coming>),
     Up(Box<Armed>),
 }
@@ -157,6 +164,8 @@ impl WarmDriver {
 impl Arming {
     pub(super) fn new(session: &Session, driver: WarmDriver, on_the_side: &Arc<()>) -> Self {
         Self {
+            is_to_drill: session.config.preempt.drill,
+            drilled: None,
             session: session.clone(),
             driver,
             state: State::Down,
@@ -177,6 +186,15 @@ impl Arming {
                     && Instant::now() >= self.not_before
                     && !self.is_leaving();
                 is_wanted && self.begin(job, None)
+            }
+            State::Drilling(drill) if !drill.is_over() => {
+                self.state = State::Drilling(drill);
+                false
+            }
+            State::Drilling(drill) => {
+                self.drilled = Some(drill.tell());
+                self.begin(job, None);
+                true
             }
             State::Coming(coming) if !coming.thread.is_finished() => {
                 self.state = State::Coming(coming);
@@ -239,6 +257,9 @@ impl Arming {
     }
 
     fn begin_with(&mut self, pid: u32, before: Option<Box<Armed>>) -> bool {
+        if std::mem::replace(&mut self.is_to_drill, false) && self.begin_drill(pid) {
+            return true;
+        }
         let session = self.session.for_one_transfer(None);
         let preparing = std::thread::Builder::new().name("arming".to_owned());
         let its_own = session.clone();
@@ -254,6 +275,20 @@ impl Arming {
             Err(error) => self.why_not = Some(error.to_string()),
         }
         true
+    }
+
+    fn begin_drill(&mut self, pid: u32) -> bool {
+        match Drill::begin(&self.session, pid, &self.on_the_side) {
+            Ok(drill) => {
+                self.state = State::Drilling(Box::new(drill));
+                self.why_not = Some("a drill comes first (preempt.drill)".to_owned());
+                true
+            }
+            Err(error) => {
+                tracing::warn!("there is no drill: {error}");
+                false
+            }
+        }
     }
 
     fn failed(&mut self, failure: &Failure) {
@@ -274,7 +309,7 @@ impl Arming {
         let now = Instant::now();
         match &self.state {
             State::Up(_) => now + LOOK_SELDOM,
-            State::Coming(_) => now + LOOK_EVERY,
+            State::Drilling(_) | State::Coming(_) => now + LOOK_EVERY,
             State::Down if self.session.config.preempt.contexts == Contexts::AtNotice => {
                 now + LOOK_SELDOM
             }
@@ -294,6 +329,11 @@ impl Arming {
     /// Why nothing is prepared.
     pub(super) fn why_not(&self) -> Option<&str> {
         self.why_not.as_deref()
+    }
+
+    /// What the drill came to.
+    pub(super) fn drilled(&self) -> Option<&str> {
+        self.drilled.as_deref()
     }
 
     /// Gives back what was prepared, in the background: the store may be slow.
@@ -316,11 +356,25 @@ impl Arming {
         leaving.is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Takes what is prepared; what is coming is waited for, as long as `deadline` has a moment that is to come. It is asked again and again, because notices come and go.
+    /// Takes what is prepared, and stops a drill; what is coming, or has the target, is waited for, as long as `deadline` has a moment that is to come. It is asked again and again, because notices come and go.
     pub(super) fn take(&mut self, deadline: impl Fn() -> Option<Instant>) -> Taken {
+        // A save shows more than a drill does.
+        self.is_to_drill = false;
         match std::mem::replace(&mut self.state, State::Down) {
             State::Down => Taken::Nothing,
             State::Up(armed) => Taken::Ready(armed),
+            State::Drilling(drill) => {
+                while !drill.stop() {
+                    let is_over = |until: Instant| Instant::now() >= until + JOINED_WITHIN;
+                    if deadline().is_none_or(is_over) {
+                        self.state = State::Drilling(drill);
+                        return Taken::Coming;
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                self.drilled = Some(STOPPED.to_owned());
+                Taken::Nothing
+            }
             State::Coming(coming) => {
                 loop {
                     let until = deadline();

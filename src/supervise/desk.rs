@@ -78,6 +78,8 @@ pub struct Report {
     pub armed_bytes: u64,
     /// Why it is not prepared.
     pub not_armed: Option<String>,
+    /// What the drill at the job's start came to (`preempt.drill`).
+    pub drill: Option<String>,
     /// Why the store would not take a save, when it was looked at last (`preempt.probe_every`).
     pub store_trouble: Option<String>,
     /// Notices that stand.

@@ -286,6 +286,11 @@ fn explicit_values_that_exclude_each_other_are_both_named() {
             ["store.part_size", "pipeline.memory_budget"],
         ),
         (
+            "preempt",
+            "drill = true\ncontexts = \"at-notice\"",
+            ["preempt.drill", "preempt.contexts"],
+        ),
+        (
             "driver",
             "[driver.gpu_map]\nGPU-00000000-0000-0000-0000-000000000001 = \"GPU-00000000-0000-0000-0000-00000000000a\"\n\
              GPU-00000000-0000-0000-0000-000000000002 = \"GPU-00000000-0000-0000-0000-00000000000a\"",

@@ -1,9 +1,13 @@
-//! `drill`: a real lock and unlock, and a small image there and back. Whatever fails, the target runs on, or is said not to.
+//! `drill`: a real lock and unlock, and a small image there and back. Whatever fails, the target runs on, or is said not to. And the same at the start of a supervised job (`preempt.drill`), which must not harm it.
+
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
 use super::preflight::{told as told_of, wrong};
-use super::support::scene::{Scene, cause, told};
+use super::support::process::PATIENCE;
+use super::support::scene::{Scene, TARGET, cause, told, until};
+use super::support::supervised::{Ended, Job, REQUEUE, Supervised, status};
 use super::support::{Run, Target};
 
 /// The checks of a drill that preflight has not, with their states.
@@ -218,4 +222,162 @@ fn without_custom_storage_the_lock_is_tried_too() {
         ["ok target.lock", "ok target.unlock", "ok store.image"]
     );
     scene.must_compute_on(&mut target);
+}
+
+/// A job whose start has a drill.
+fn drilled_job<'a>(scene: &'a Scene, more: &str) -> Job<'a> {
+    Job::new(scene, TARGET).with(&format!("[preempt]\ndrill = true\n{more}"))
+}
+
+/// Waits until the drill is over and a save is prepared. What the drill came to.
+fn drilled(scene: &Scene, run: &mut Supervised) -> String {
+    run.wait_for("step 1 ");
+    let started = Instant::now();
+    loop {
+        let report = status(scene);
+        if let (Some(line), true) = (report.drill, report.armed) {
+            return line;
+        }
+        assert!(started.elapsed() < PATIENCE, "{:?}", report.not_armed);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The node goes away: the job is saved at the first try, whatever became of the drill. How it ended, and after what time.
+fn must_be_saved(scene: &Scene, run: Supervised) -> (Ended, Duration) {
+    let noticed = Instant::now();
+    run.process.signal("TERM");
+    let ended = run.ends();
+    let took = noticed.elapsed();
+    assert_eq!(ended.code, REQUEUE, "{ended:?}");
+    assert!(!ended.stderr.contains("tried again"), "{ended:?}");
+    assert_eq!(scene.images("job"), [1], "{ended:?}");
+    scene.saver("job", "").cli.ok("verify");
+    let steps = ended.said.iter().filter(|line| line.contains(" digest "));
+    let steps: Vec<String> = steps.cloned().collect();
+    scene.must_be_the_steps_of_the_job(&steps);
+    (ended, took)
+}
+
+/// Keys of the small images that were asked for so.
+fn small_images(scene: &Scene, operation: &str) -> Vec<String> {
+    let requests = scene.server.requests(operation);
+    let keys = requests.iter().filter_map(|it| it["key"].as_str());
+    let keys = keys.filter(|key| key.ends_with("/drill.zst"));
+    keys.map(str::to_owned).collect()
+}
+
+#[test]
+fn a_supervised_job_has_one_drill_and_then_a_save_is_prepared() {
+    let scene = Scene::new(&[]);
+    let mut run = drilled_job(&scene, "").start();
+    let line = drilled(&scene, &mut run);
+    for words in ["locked within", "came back with every digest right"] {
+        assert!(line.contains(words), "{line}");
+    }
+    let text = scene.saver("job", "").cli.command("status").output();
+    let text = String::from_utf8(text.expect("it runs").stdout).expect("text");
+    assert!(text.contains(&format!("drill     {line}\n")), "{text}");
+    // It goes on for a while, and is not locked once more.
+    for _ in 0..50 {
+        run.wait_for("step ");
+    }
+    for call in ["cuCheckpointProcessLock", "cuCheckpointProcessUnlock"] {
+        assert_eq!(run.calls(call), 1, "{call}");
+    }
+    assert_eq!(small_images(&scene, "CompleteMultipartUpload").len(), 1);
+    assert_eq!(
+        small_images(&scene, "DeleteObject"),
+        small_images(&scene, "CompleteMultipartUpload")
+    );
+    must_be_saved(&scene, run);
+}
+
+/// Without the key nobody touches the job.
+#[test]
+fn a_job_whose_start_has_no_drill_is_not_locked() {
+    let scene = Scene::new(&[]);
+    let mut run = Job::new(&scene, TARGET).start();
+    run.wait_for("step 1 ");
+    until(|| status(&scene).armed);
+    assert_eq!(status(&scene).drill, None);
+    assert_eq!(run.calls("cuCheckpointProcessLock"), 0);
+}
+
+#[test]
+fn a_drill_that_fails_is_told_with_what_mends_it_and_the_job_goes_on() {
+    let denied = json!({"status": 403, "code": "AccessDenied"});
+    for (driver, rules, says) in [
+        (
+            "fault=cuCheckpointProcessLock#1=code:600",
+            json!([]),
+            "raise driver.lock_timeout",
+        ),
+        (
+            "fault=cuCheckpointProcessUnlock#1=code:999",
+            json!([]),
+            "was unlocked afterwards",
+        ),
+        (
+            "",
+            json!([{"op": "UploadPart", "key_contains": "drill.zst", "always": true, "action": denied}]),
+            "s3:PutObject",
+        ),
+    ] {
+        let scene = Scene::new(&[]);
+        scene.server.set_rules(&rules);
+        let mut run = Supervised::start(drilled_job(&scene, "").command(driver));
+        let line = drilled(&scene, &mut run);
+        assert!(line.starts_with("a save would fail: "), "{line}");
+        assert!(line.contains(says), "{line}");
+        let (ended, _took) = must_be_saved(&scene, run);
+        let told = ended.stderr.lines();
+        let told: Vec<&str> = told.filter(|line| line.contains("preempt.drill")).collect();
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(told[0].contains(&line), "{told:?}");
+    }
+}
+
+/// The driver's lock cannot be called off, so it is waited for. What the drill does with the store is not.
+#[test]
+fn a_notice_during_a_drill_waits_for_its_lock_and_for_nothing_else() {
+    let stalled = |key: &str| json!([{"op": "UploadPart", "key_contains": key, "always": true, "action": {"stall": true}}]);
+    for (what, driver, rules) in [
+        // Its process is in the hands of the drill.
+        (
+            "lock",
+            "fault=cuCheckpointProcessLock#1=stall:1500",
+            json!([]),
+        ),
+        // Both would be tried for 10 s and more.
+        ("drill.zst", "", stalled("drill.zst")),
+        ("preflight.zst", "", stalled("preflight.zst")),
+    ] {
+        let scene = Scene::new(&[]);
+        scene.server.set_rules(&rules);
+        let (saver, command) = drilled_job(&scene, "").command(driver);
+        let mut run = Supervised::start((saver.patient(), command));
+        run.wait_for("step 1 ");
+        until(|| match what {
+            "lock" => is_about_to_lock(&scene),
+            key => scene
+                .server
+                .requests("UploadPart")
+                .iter()
+                .any(|it| it["key"].as_str().is_some_and(|found| found.ends_with(key))),
+        });
+        assert_eq!(status(&scene).drill, None, "{what}: it is under way");
+        let (_ended, took) = must_be_saved(&scene, run);
+        // Longer than the rest of the lock takes, and less than the 5 s for which the end waits for what goes on.
+        assert!(took < Duration::from_secs(4), "{what}: {took:?}");
+    }
+}
+
+/// A drill has written down that it locks its target.
+fn is_about_to_lock(scene: &Scene) -> bool {
+    let files = std::fs::read_dir(scene.state_dir()).into_iter().flatten();
+    let texts = files.filter_map(|file| std::fs::read_to_string(file.ok()?.path()).ok());
+    texts
+        .into_iter()
+        .any(|text| text.contains("\"drill\"") && text.contains("\"lock\""))
 }

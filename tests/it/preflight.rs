@@ -328,3 +328,58 @@ fn a_store_that_lets_several_be_first_is_told_although_it_turns_a_second_one_awa
     assert_eq!(wrong(&run), ["failed store.create-at-once"], "{run:?}");
     assert_eq!(run.code, 3, "{run:?}");
 }
+
+/// A program that stands in for NVIDIA's.
+fn with_nvidia_smi(scene: &Scene, script: &str) -> Run {
+    let place = tempfile::TempDir::new().expect("a temporary folder");
+    let program = place.path().join("nvidia-smi");
+    std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).expect("a script");
+    let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&program, executable).expect("our file");
+    let uuids = format!("uuids={GPU}");
+    let cli = scene.saver("job", &uuids).cli;
+    let mut command = cli.command("preflight --json");
+    let path = format!("{}:/usr/bin:/bin", place.path().display());
+    let output = command
+        .env("PATH", path)
+        .output()
+        .expect("the binary starts");
+    let said = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
+    let code = output.status.code().unwrap_or(-1);
+    Run::new(code, &said(output.stdout), said(output.stderr))
+}
+
+const GPU: &str = "daa54852-18c3-cacc-b758-75ce052242e8";
+
+#[test]
+fn modes_of_gpus_that_only_nvidias_program_tells() {
+    let scene = Scene::new(&[]);
+    let off = with_nvidia_smi(&scene, &format!("echo 'GPU-{GPU}, Disabled, Disabled'"));
+    assert_eq!(
+        (off.code, wrong(&off)),
+        (
+            0,
+            vec![
+                "warning node.persistence".to_owned(),
+                "warning node.ecc".to_owned()
+            ]
+        ),
+        "{off:?}"
+    );
+    let told = told(&off, "node.persistence");
+    assert!(
+        told.contains(GPU) && told.contains("nvidia-persistenced"),
+        "{told}"
+    );
+    // One that hangs, and one that fails.
+    let started = Instant::now();
+    let hangs = with_nvidia_smi(&scene, "exec sleep 60");
+    assert!(
+        started.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        started.elapsed()
+    );
+    assert_eq!(wrong(&hangs), ["warning node.persistence"], "{hangs:?}");
+    let fails = with_nvidia_smi(&scene, "exit 9");
+    assert_eq!(wrong(&fails), [""; 0], "{fails:?}");
+}

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Value, json};
 
 use super::preflight::{told as told_of, wrong};
+use super::support::Target;
 use super::support::scene::{Scene, cause, told};
 
 /// A save and a restore into the very process, which computes on; both commands must end with 0.
@@ -37,10 +38,45 @@ fn a_server_that_gives_up_on_silent_bodies_is_no_obstacle_to_slow_copies() {
     assert_eq!(struck(&scene), 1);
 }
 
+/// A range is asked for when there is memory for it, which a slow GPU frees one chunk after the other: the connections are long closed by then, and none is closed under a range that is read too slowly.
 #[test]
 fn a_server_that_drops_idle_connections_is_no_obstacle_to_slow_restores() {
+    const IDLE: Duration = Duration::from_millis(300);
     let scene = Scene::new(&["--close-idle", "300ms"]);
-    there_and_back(&scene, "h2d=2MiB", "");
+    let job = "--gpus 1 --bytes 12MiB --fill random --seed 11 --step-ms 2";
+    let mut target = Target::start(&scene.node, job);
+    target.wait_for("step 2 ");
+    let save = format!("checkpoint --pid {}", target.pid());
+    scene.saver("job", "").cli.ok(&save);
+    scene.server.forget_requests();
+    // Memory for a few chunks, each of which takes half a second.
+    let saver = scene.saver("job", "h2d=2MiB").unhurried();
+    let text = saver.cli.config_text().replace("64MiB", "16MiB");
+    let restore = format!("restore --pid {}", target.pid());
+    saver.with_config(&text).cli.ok(&restore);
+    scene.must_compute_on(&mut target);
+    scene.must_be_the_steps_of(job, &target.kill());
+
+    let mut ranges = scene.server.requests("GetObject");
+    ranges.retain(|it| !it["range"].is_null());
+    ranges.sort_by_key(|it| it["t_us"].as_u64());
+    let on_new_connections = (1..ranges.len()).filter(|index| {
+        let (before, [it, ..]) = ranges.split_at(*index) else {
+            unreachable!("there is one at each of these");
+        };
+        let time = |value: &Value| value.as_u64().expect("a time");
+        let asked_before = time(&before[index - 1]["end_us"]);
+        let silence = Duration::from_micros(time(&it["t_us"]).saturating_sub(asked_before));
+        silence > IDLE
+            && before
+                .iter()
+                .all(|that| that["client_port"] != it["client_port"])
+    });
+    let count = on_new_connections.count();
+    assert!(
+        count >= 3,
+        "{count} after a silence, on a new connection: {ranges:?}"
+    );
 }
 
 #[test]
@@ -62,10 +98,12 @@ fn one_part_in_four_that_is_reset_costs_nothing_but_time() {
     scene
         .server
         .set_rules(&json!([reset(4, 1_000), reset(7, 40_000)]));
-    // Nothing is compressed away, so that there is something to be reset.
-    there_and_back(&scene, "", "[compression]\nmode = \"none\"\n");
-    let parts = scene.server.requests("UploadPart");
-    assert!(!parts.is_empty());
+    // Nothing is compressed away, so that there is something to be reset. A save has two parts.
+    for _ in 0..4 {
+        there_and_back(&scene, "", "[compression]\nmode = \"none\"\n");
+    }
+    let (sent, struck) = (scene.server.requests("UploadPart").len(), struck(&scene));
+    assert!(sent >= 8 && struck >= sent / 4, "{struck} of {sent}");
 }
 
 /// As the store tells the time.

@@ -225,8 +225,13 @@ impl Scene {
 
     /// These digest lines, from step 0 on, are those of a job that nobody disturbed.
     pub(crate) fn must_be_the_steps_of_the_job(&self, seen: &[String]) {
+        self.must_be_the_steps_of(TARGET, seen);
+    }
+
+    /// The same of a job with these arguments.
+    pub(crate) fn must_be_the_steps_of(&self, args: &str, seen: &[String]) {
         let elsewhere = Node::new("gpus=2;memory=64MiB");
-        let mut undisturbed = Target::start(&elsewhere, TARGET);
+        let mut undisturbed = Target::start(&elsewhere, args);
         for (step, seen) in seen.iter().enumerate() {
             assert_eq!(*seen, undisturbed.wait_for("step "), "step {step}");
         }

@@ -21,7 +21,7 @@ pub(crate) struct Supervised {
     said: Vec<String>,
     pub(crate) job_pid: Option<u32>,
     /// Holds the configuration.
-    _saver: Saver,
+    saver: Saver,
 }
 
 /// What a supervision has ended with.
@@ -38,7 +38,7 @@ impl Supervised {
             process: Process::start(&mut command),
             said: Vec::new(),
             job_pid: None,
-            _saver: saver,
+            saver,
         }
     }
 
@@ -54,6 +54,11 @@ impl Supervised {
             self.job_pid = pid.trim().parse().ok();
         }
         self.said.push(line.to_owned());
+    }
+
+    /// How often it has called the driver so.
+    pub(crate) fn calls(&self, function: &str) -> usize {
+        self.saver.calls(function)
     }
 
     pub(crate) fn end_the_job(&self) {

@@ -57,6 +57,7 @@ impl Front {
         let (head, incoming) = req.into_parts();
         let target = Target::of(&head.method, &head.uri, &head.headers);
         let mut record = self.log.begin(Line::new(&head.method, &target));
+        record.line.client_port = connection.client_port();
         note_headers(&mut record, &head.headers);
         let (fault, action) = self.rules.decide(&target, &head.headers).unzip();
         record.line.fault = fault;

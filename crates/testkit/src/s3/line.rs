@@ -9,6 +9,8 @@ use super::op::Target;
 pub(super) struct Line {
     op: &'static str,
     method: String,
+    /// Requests on one connection have the same.
+    pub(super) client_port: u16,
     #[serde(skip_serializing_if = "Option::is_none")]
     bucket: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -38,6 +40,7 @@ impl Line {
         Self {
             op: target.op,
             method: method.as_str().to_owned(),
+            client_port: 0,
             bucket: target.bucket.clone(),
             key: target.key.clone(),
             part: target.part,

@@ -100,6 +100,11 @@ impl Connection {
         }
     }
 
+    /// The client's port; 0 where it is gone already.
+    pub(super) fn client_port(&self) -> u16 {
+        self.stream.peer_addr().map_or(0, |client| client.port())
+    }
+
     /// Flushes so far. The HTTP layer flushes the socket only after its own buffer is empty.
     pub(super) fn flush_count(&self) -> u64 {
         self.flushes.load(Ordering::Acquire)
