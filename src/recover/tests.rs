@@ -211,3 +211,95 @@ fn the_gravest_verdict_is_the_exit_code() {
         ExitCode::Lost
     );
 }
+
+#[test]
+fn what_is_said_of_a_process_of_a_tree_goes_by_its_whole_tree() {
+    use ProcessState::{Checkpointed, Checkpointing, Locked, Running};
+    let tree = Step::Tree {
+        root: 7,
+        root_start: 1,
+    };
+    let streamed = [tree.clone(), Step::Lock, Step::Begin, Step::Sealed];
+    let streamed = scene("checkpoint", &streamed);
+    let staged = scene("checkpoint", &[tree, Step::Lock, Step::Stage]);
+    let in_store = Durable {
+        gpus_are_sealed: true,
+        ..Durable::default()
+    };
+    let hidden = Durable {
+        unknown: Some("no answer".to_owned()),
+        ..Durable::default()
+    };
+    let none = Durable::default();
+    for (scene, state, durable, deed, code) in [
+        (
+            &streamed,
+            Some(Checkpointed),
+            &in_store,
+            Deed::Nothing,
+            ExitCode::HostMemoryNotSaved,
+        ),
+        // It did not let its memory go, so nothing is left to be given back.
+        (
+            &streamed,
+            Some(Checkpointing),
+            &in_store,
+            Deed::Nothing,
+            ExitCode::Lost,
+        ),
+        (
+            &streamed,
+            Some(Checkpointed),
+            &hidden,
+            Deed::Nothing,
+            ExitCode::Preflight,
+        ),
+        (
+            &streamed,
+            Some(Checkpointed),
+            &image(),
+            Deed::Nothing,
+            ExitCode::CommittedTargetAstray,
+        ),
+        (
+            &streamed,
+            Some(Running),
+            &in_store,
+            Deed::Close,
+            ExitCode::Ok,
+        ),
+        // What is sealed is of use to nobody else.
+        (&streamed, None, &in_store, Deed::Close, ExitCode::Ok),
+        (
+            &staged,
+            Some(Checkpointed),
+            &none,
+            Deed::Unstage,
+            ExitCode::Ok,
+        ),
+        (&staged, Some(Locked), &none, Deed::Unlock, ExitCode::Ok),
+        (
+            &staged,
+            Some(Checkpointed),
+            &image(),
+            Deed::Nothing,
+            ExitCode::CommittedTargetAstray,
+        ),
+    ] {
+        assert_eq!(
+            verdict(scene, state, durable),
+            (deed, code),
+            "{state:?} {durable:?}"
+        );
+    }
+}
+
+#[test]
+fn who_was_to_be_restored_and_is_locked_was_restored_by_us() {
+    // The note of its end may come too late.
+    let restored = scene("restore", &[Step::Restore]);
+    assert_eq!(
+        verdict(&restored, Some(ProcessState::Locked), &Durable::default()),
+        (Deed::Unlock, ExitCode::Ok)
+    );
+}
