@@ -68,7 +68,12 @@ done
 EMULATED_CUDA_LIB=$TARGET_DIR/debug/libemulated_cuda.so
 export EMULATED_CUDA_LIB
 EMULATED_DRIVER_DIR=$(emulated_driver_dir)
-export EMULATED_DRIVER_DIR CARGO_MANIFEST_DIR=$TREE
+# Whole trees need a real CRIU, and root.
+if [ -z "${TEST_CRIU:-}" ]; then
+    TEST_CRIU=none
+    [ "$(id -u)" -ne 0 ] || TEST_CRIU=$("$ROOT/scripts/install-criu.sh")
+fi
+export EMULATED_DRIVER_DIR TEST_CRIU CARGO_MANIFEST_DIR=$TREE
 
 PATCHES=()
 for patch in tests/mutations/*.patch; do
