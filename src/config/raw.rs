@@ -617,9 +617,10 @@ mod tests {
                     ("driver", "gpu_map") | ("store", "tags" | "resolve") => "{}",
                     (_, "parallelism" | "threads" | "keep" | "part_count_max") => "1",
                     (_, "requeue_exit_code" | "interval_share") => "75",
-                    (_, "sign_payload" | "allow_gpu_only" | "request_payer" | "shell_job") => {
-                        "true"
-                    }
+                    (
+                        _,
+                        "sign_payload" | "allow_gpu_only" | "request_payer" | "shell_job" | "drill",
+                    ) => "true",
                     (_, "restore_command" | "sources" | "signals" | "external" | "arguments") => {
                         "[\"x\"]"
                     }
