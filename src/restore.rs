@@ -817,13 +817,7 @@ fn check(
     let wanted = &session.config.driver.gpu_map;
     let pairs = map_gpus(saved, driver.devices(), wanted)?;
     let suspended = suspended?;
-    // Looked at again right before the driver is asked; here it spares a download that would be for nothing.
-    let mut needs = Vec::with_capacity(saved.extents.len());
-    for extent in &saved.extents {
-        let device = present_device(&driver, &pairs, &extent.device)?;
-        needs.push((device, extent.raw_len));
-    }
-    must_have_memory(&driver, needs.into_iter())?;
+    must_fit(&driver, manifest, &pairs)?;
     session.check_cancelled()?;
     Ok((driver, pairs, suspended))
 }
@@ -838,6 +832,20 @@ fn tell_of_another_driver(manifest: &Manifest, driver: &Driver) {
             driver.driver_version().unwrap_or(unknown)
         );
     }
+}
+
+/// What the image has of GPUs would have room now. Looked at again right before the driver is asked; here it spares a download that would be for nothing.
+fn must_fit(
+    driver: &Driver,
+    manifest: &Manifest,
+    pairs: &GpuPairs,
+) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let mut needs = Vec::new();
+    for extent in manifest.gpu_extents() {
+        let device = present_device(driver, pairs, &extent.device)?;
+        needs.push((device, extent.raw_len));
+    }
+    must_have_memory(driver, needs.into_iter())
 }
 
 /// Every GPU (by index) has so many bytes free now, of all that are needed there.

@@ -397,11 +397,7 @@ fn dump_and_commit(
     clock.enter(Phase::Dump);
     let dumping = dump_or_once_more(around, memory);
     let (saved, files) = dumping.map_err(|cause| failed(Phase::Dump, cause))?;
-    let Saved {
-        lanes,
-        stages,
-        slowest_stage,
-    } = saved;
+    let Saved { lanes, stages, .. } = saved;
     failpoint::pass("dump:all acknowledged");
     let tree = ProcessTree::look(around.root().pid);
     let tree = tree.map_err(|error| failed(Phase::Dump, error.into()))?;
@@ -458,18 +454,18 @@ fn dump_and_commit(
             generation: image.generation,
         });
     }
-    let mut dumped = Dumped {
-        image,
-        landed: Vec::new(),
-        stages,
-        slowest_stage,
-    };
+    let mut runs = vec![stages];
     if let Gpus::Sealed(sealed) = gpus {
         landed.extend_from_slice(&sealed.landed);
-        dumped.stages = all_runs([sealed.stages.clone(), dumped.stages]);
-        dumped.slowest_stage = slowest(&dumped.stages);
+        runs.insert(0, sealed.stages.clone());
     }
-    dumped.landed = landed;
+    let stages = all_runs(runs);
+    let dumped = Dumped {
+        image,
+        landed,
+        slowest_stage: slowest(&stages),
+        stages,
+    };
     Ok((tree, dumped))
 }
 

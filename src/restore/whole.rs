@@ -26,8 +26,8 @@ use super::gpu_map::{GpuPairs, is_identity, map_gpus};
 use super::in_order::{Ahead, InOrderError, write_in_order};
 use super::read::{LoadFailed, Which, load_nowhere, load_plan, outcome_of};
 use super::{
-    CheckError, Chosen, PointOfNoReturn, Taken, Transfer, Wanted, Ways, give_up_the_job,
-    must_have_memory, present_device, read_image, refused, unpin,
+    CheckError, Chosen, PointOfNoReturn, Taken, Transfer, Wanted, Ways, give_up_the_job, must_fit,
+    read_image, refused, unpin,
 };
 use crate::checkpoint::look;
 use crate::config::Verify;
@@ -388,13 +388,7 @@ fn check(
     if is_identity(&pairs) {
         pairs.clear();
     }
-    // Looked at again right before the driver is asked; here it spares a download that would be for nothing.
-    let mut needs = Vec::new();
-    for extent in manifest.gpu_extents() {
-        let device = present_device(&driver, &pairs, &extent.device)?;
-        needs.push((device, extent.raw_len));
-    }
-    must_have_memory(&driver, needs.into_iter())?;
+    must_fit(&driver, manifest, &pairs)?;
     session.check_cancelled()?;
     Ok(Checked {
         driver,

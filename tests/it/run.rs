@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use ckptstream::supervise::{Answer, Doing, Question, Report, ask};
 use serde_json::{Value, json};
 
-use super::support::process::{PATIENCE, Process};
+use super::support::process::Process;
 use super::support::s3_server::{has_credentials, testkit};
 use super::support::scene::{Scene, TARGET, until};
-use super::support::supervised::{Job, REQUEUE, Supervised, notified, status};
+use super::support::supervised::{Job, REQUEUE, Supervised, notified, status, until_status};
 use super::support::{Target, step_of};
 
 /// The lines of one life of the job that tell a digest.
@@ -745,20 +745,6 @@ fn a_store_that_hangs_while_a_save_is_prepared_takes_no_more_than_the_notice() {
         "{:?}",
         started.elapsed()
     );
-}
-
-/// Waits until the supervision on the scene's node tells this of itself.
-fn until_status(scene: &Scene, is_so: impl Fn(&Report) -> bool) {
-    let path = scene.state_dir().join("job.sock");
-    let started = Instant::now();
-    loop {
-        let answer = ask(&path, &Question::Status);
-        if matches!(&answer, Ok(Answer::Status(report)) if is_so(report)) {
-            return;
-        }
-        assert!(started.elapsed() < PATIENCE, "{answer:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 #[test]

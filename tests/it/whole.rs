@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ckptstream::supervise::{Answer, Question, ask};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -14,7 +13,7 @@ use tempfile::TempDir;
 use super::support::process::PATIENCE;
 use super::support::s3_server::{has_credentials, testkit};
 use super::support::scene::{Saver, Scene};
-use super::support::supervised::{REQUEUE, Supervised, notified};
+use super::support::supervised::{REQUEUE, Supervised, notified, until_status};
 use super::support::{Ckptstream, Node, Run, Target, step_of};
 
 /// The program, if there is one.
@@ -896,16 +895,7 @@ fn a_tree_whose_save_does_not_fit_is_refused_and_has_the_signal() {
         {"op": "UploadPart", "always": true, "action": {"delay_before_ms": 2000}},
     ]));
     let run = Supervised::start((saver, command));
-    let started = Instant::now();
-    let socket = tree.scene.state_dir().join("job.sock");
-    let is_left_out = || {
-        let answer = ask(&socket, &Question::Status);
-        matches!(answer, Ok(Answer::Status(report)) if report.saves_skipped >= 1)
-    };
-    while !is_left_out() {
-        assert!(started.elapsed() < PATIENCE, "no save is left out");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until_status(&tree.scene, |report| report.saves_skipped >= 1);
     let verdict = notified(&tree.scene, Some(3.0));
     assert_eq!(verdict.exit_code, 5, "{verdict:?}");
     let ended = run.ends();

@@ -206,6 +206,20 @@ fn asked(scene: &Scene, question: &Question) -> Answer {
     }
 }
 
+/// Waits until the supervision on the scene's node tells this of itself.
+pub(crate) fn until_status(scene: &Scene, is_so: impl Fn(&Report) -> bool) {
+    let path = socket(scene);
+    let started = Instant::now();
+    loop {
+        let answer = ask(&path, &Question::Status);
+        if matches!(&answer, Ok(Answer::Status(report)) if is_so(report)) {
+            return;
+        }
+        assert!(started.elapsed() < PATIENCE, "{answer:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// What it is doing.
 pub(crate) fn status(scene: &Scene) -> Report {
     match asked(scene, &Question::Status) {
