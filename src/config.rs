@@ -91,6 +91,8 @@ pub enum StorePlace {
 pub struct StoreConfig {
     /// Where it is. All that follows but sizes, counts and `retry_timeout` is for buckets.
     pub place: StorePlace,
+    /// Number of this start of the job, 0 to [`EPOCH_MAX`](crate::store::epochs::EPOCH_MAX): it orders the job's writers where the store has no conditional creates (`job.epoch`).
+    pub epoch: Option<u64>,
     /// Endpoint URL of an S3-compatible store; `None` is AWS.
     pub endpoint: Option<String>,
     /// Region; `None` asks the SDK's chain.
@@ -265,6 +267,8 @@ pub enum Survives {
 pub struct Overrides {
     /// `--job`
     pub job: Option<String>,
+    /// `--epoch`
+    pub epoch: Option<i64>,
     /// `--store`
     pub store: Option<String>,
     /// `--endpoint`
@@ -609,8 +613,13 @@ impl StoreConfig {
         )?;
         let times = StoreTimes::resolve(store)?;
         let bucket = BucketConfig::resolve(store, &place, endpoint.as_ref())?;
+        let epoch = match overrides.epoch {
+            Some(epoch) => value::epoch("--epoch", Some(epoch))?,
+            None => value::epoch("job.epoch", raw.job.epoch)?,
+        };
         Ok(Self {
             place,
+            epoch,
             bucket,
             endpoint: endpoint.map(|url| url.as_str().trim_end_matches('/').to_owned()),
             region,

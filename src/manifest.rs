@@ -343,9 +343,12 @@ pub fn claim_key(attempt: &str) -> String {
     format!("data/{attempt}/attempt.json")
 }
 
-/// Key, relative to the job, of what an attempt tries the store's creates with.
-pub fn contest_key(attempt: &str) -> String {
-    format!("data/{attempt}/contest.json")
+/// Key, relative to the job, of what an attempt tries the store's creates with, time after time (from 1).
+pub fn contest_key(attempt: &str, round: u32) -> String {
+    match round {
+        0 | 1 => format!("data/{attempt}/contest.json"),
+        round => format!("data/{attempt}/contest-{round}.json"),
+    }
 }
 
 /// Key, relative to the job, of the mark that every byte of an attempt's image was read back and is right.

@@ -26,7 +26,7 @@ use crate::manifest::{claim_key, contest_key, is_nonce, read_back_key};
 use crate::ownership::append_code;
 use crate::session::{Session, code_before_begin};
 use crate::store::{BadKey, Key, Listed, Store, StoreError};
-use crate::writer::random_hex;
+use crate::writer::{CONTESTS, random_hex};
 
 /// Deletes under way at once.
 const PARALLELISM: usize = 16;
@@ -369,7 +369,9 @@ impl<'a> Work<'a> {
             return keep("its saver is alive, on this node".to_owned());
         }
         let claim = Key::of_job(self.job, &claim_key(attempt))?;
-        let contest = Key::of_job(self.job, &contest_key(attempt))?;
+        let contests =
+            (1..=CONTESTS).map(|round| Key::of_job(self.job, &contest_key(attempt, round)));
+        let contests: Vec<Key> = contests.collect::<Result<_, _>>()?;
         let prefix = format!("{}/data/{attempt}/", self.job);
         if saving.is_none()
             && let Some(other) = self
@@ -377,7 +379,7 @@ impl<'a> Work<'a> {
                 .list(&prefix)
                 .await?
                 .iter()
-                .find(|object| object.key != claim && object.key != contest)
+                .find(|object| object.key != claim && !contests.contains(&object.key))
         {
             let other = &other.key;
             return keep(format!(

@@ -42,6 +42,9 @@ pub(crate) fn claim(job: &JobName, attempt: &str) -> AttemptClaim {
     }
 }
 
+/// How often that is tried at most, each time with a fresh object: connections that stand already bring requests closer together than the first ones.
+pub(crate) const CONTESTS: u32 = 4;
+
 /// Creates one object so many times at once, with other bytes each. How many are told that they were first: one, where creates are atomic.
 pub(crate) async fn winners_at_once(
     store: &dyn Store,

@@ -9,7 +9,7 @@ use crate::driver::{Device, Driver};
 use crate::error::ExitCode;
 use crate::failpoint;
 use crate::image::{Image, by_process};
-use crate::job_log::{AppendError, ImageEntry, append_image};
+use crate::job_log::{AppendError, ImageEntry, append_dropped, append_image};
 use crate::manifest::{
     Capture, CaptureMode, DeviceRecord, ExtentRecord, FORMAT, FrameTable, HOST, Host, HostFiles,
     ImageKind, Manifest, ManifestError, ObjectRecord, ProcessRecord, TreeRecord, digest_of,
@@ -34,6 +34,10 @@ pub(super) enum CommitFailed {
     Manifest(#[from] ManifestError),
     #[error("the image was not entered into the job's log")]
     Log(#[source] Box<AppendError>),
+    #[error(
+        "{key} is not there as it was stored, looked at again after the commit: somebody else writes to, or cleans up, what is this save's; the image is given up"
+    )]
+    Gone { key: String },
 }
 
 impl CommitFailed {
@@ -129,10 +133,60 @@ pub(super) fn commit(
         .wait(entered)
         .map_err(|error| CommitFailed::Log(Box::new(error)))?;
     failpoint::pass("commit:entered");
-    Ok(Image {
+    let image = Image {
         generation,
         ..written.image
-    })
+    };
+    if session.config.store.epoch.is_some() {
+        let looked = session.wait(must_stand(session, attempt, &image));
+        if let Err(error) = looked {
+            // Nobody is to choose it, and what becomes of the target is decided without it.
+            let slot = generation + 1;
+            let (job, nonce) = (&session.config.job, &attempt.nonce);
+            let given_up = session.wait(append_dropped(store, job, slot, nonce, nonce));
+            return Err(match given_up {
+                Ok(_slot) => error,
+                Err(error) => CommitFailed::Log(Box::new(error)),
+            });
+        }
+    }
+    Ok(image)
+}
+
+/// Nothing of the image was replaced or removed while nobody could be kept from it: where creates are not conditional, that is all that can be known.
+async fn must_stand(
+    session: &Session,
+    attempt: &Attempt,
+    image: &Image,
+) -> Result<(), CommitFailed> {
+    let (store, job) = (&*session.store_after_begin, &session.config.job);
+    let mut objects = Vec::new();
+    for stored in image.stored() {
+        let extent = stored.extent;
+        objects.push((&extent.object.key, extent.object.len, stored.etag));
+        objects.push((&extent.table.key, extent.table.len, None));
+    }
+    if let Some(tree) = &image.manifest.tree {
+        objects.push((&tree.files.key, tree.files.len, None));
+    }
+    let manifest = manifest_key(&attempt.nonce);
+    let manifest_len = image.manifest.encode().len() as u64;
+    objects.push((&manifest, manifest_len, None));
+    let looks = objects.into_iter().map(|(key, len, etag)| async move {
+        let key = Key::of_job(job, key)?;
+        let is_it = store.head(&key).await?.is_some_and(|there| {
+            let is_same = etag.is_none_or(|tag| there.etag.as_deref() == Some(tag));
+            there.len == len && is_same
+        });
+        match is_it {
+            true => Ok(()),
+            false => Err(CommitFailed::Gone {
+                key: key.to_string(),
+            }),
+        }
+    });
+    futures::future::try_join_all(looks).await?;
+    Ok(())
 }
 
 /// Puts the frame tables of what has landed in this store, under the keys of these `uploads`, beside the objects; `etags` are the store's tags for them.

@@ -59,6 +59,17 @@ pub(super) struct Common {
     )]
     pub(super) job: Option<String>,
 
+    /// Number of this start of the job, higher than that of every start before it; for stores without conditional creates [file: job.epoch]
+    #[arg(
+        long,
+        value_name = "N",
+        env = "CKPTSTREAM_EPOCH",
+        global = true,
+        allow_negative_numbers = true,
+        help_heading = "Configuration"
+    )]
+    pub(super) epoch: Option<i64>,
+
     /// Where images are kept: s3://bucket/prefix or file:///directory [file: store.url]
     #[arg(long, value_name = "URL", global = true, help_heading = "Store")]
     pub(super) store: Option<String>,
@@ -619,6 +630,7 @@ impl Args {
     pub(super) fn overrides(&self) -> Overrides {
         let mut overrides = Overrides {
             job: self.common.job.clone(),
+            epoch: self.common.epoch,
             store: self.common.store.clone(),
             endpoint: self.common.endpoint.clone(),
             region: self.common.region.clone(),

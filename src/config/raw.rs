@@ -24,6 +24,7 @@ pub const KEYS: &[(&str, &[&str])] = &[
         "job",
         &[
             "name",
+            "epoch",
             "state_dir",
             "restore_command",
             "restore_timeout",
@@ -156,6 +157,8 @@ pub struct RawConfig {
 pub struct RawJob {
     /// The job's name.
     pub name: Option<String>,
+    /// Number of this start of the job.
+    pub epoch: Option<i64>,
     /// Absolute path of a directory.
     pub state_dir: Option<String>,
     /// A program and its arguments.
@@ -615,7 +618,7 @@ mod tests {
             for key in *keys {
                 let value = match (*table, *key) {
                     ("driver", "gpu_map") | ("store", "tags" | "resolve") => "{}",
-                    (_, "parallelism" | "threads" | "keep" | "part_count_max") => "1",
+                    (_, "epoch" | "parallelism" | "threads" | "keep" | "part_count_max") => "1",
                     (_, "requeue_exit_code" | "interval_share") => "75",
                     (
                         _,

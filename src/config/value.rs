@@ -10,6 +10,7 @@ use bytesize::ByteSize;
 
 use super::{ConfigError, StorePlace};
 use crate::driver::GpuUuid;
+use crate::store::epochs::EPOCH_MAX;
 
 pub(super) const MIB: u64 = 1 << 20;
 pub(super) const GIB: u64 = 1 << 30;
@@ -237,6 +238,24 @@ pub(super) fn count(
             name: key.to_owned(),
             value: number.to_string(),
             expected: format!("expected a number from {least} to {most}"),
+        }),
+    }
+}
+
+/// The number of a start of the job.
+pub(super) fn epoch(key: &str, written: Option<i64>) -> Result<Option<u64>, ConfigError> {
+    let Some(number) = written else {
+        return Ok(None);
+    };
+    match u64::try_from(number)
+        .ok()
+        .filter(|epoch| *epoch <= EPOCH_MAX)
+    {
+        Some(epoch) => Ok(Some(epoch)),
+        None => Err(ConfigError::Invalid {
+            name: key.to_owned(),
+            value: number.to_string(),
+            expected: format!("expected a number from 0 to {EPOCH_MAX}"),
         }),
     }
 }

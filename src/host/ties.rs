@@ -117,6 +117,8 @@ fn address(text: &str) -> Option<SocketAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{Pid, Signal, kill_process};
+    use std::io::{BufRead, BufReader};
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::OwnedFd;
     use std::process::{Child, Command, Stdio};
@@ -176,11 +178,30 @@ mod tests {
 
     #[test]
     fn a_session_of_elsewhere_is_named() {
-        let null = std::fs::File::open("/dev/null").unwrap();
-        let tied = Sleeping::with(null).tied(&HostConfig::default()).unwrap();
+        // Our own session's leader may be out of sight, so there is one of our making.
+        let mut command = Command::new("setsid");
+        command.args(["sh", "-c", "sleep 60 & echo $!; read forever"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut leader = Sleeping(command.spawn().unwrap());
+        let mut told = String::new();
+        let mut out = BufReader::new(leader.0.stdout.take().unwrap());
+        out.read_line(&mut told).unwrap();
+        let pid: u32 = told.trim().parse().unwrap();
+        let tree = ProcessTree::look(pid).unwrap();
+        let tied = must_stand_alone(&tree, &HostConfig::default());
+        let in_session = HostConfig {
+            shell_job: true,
+            ..HostConfig::default()
+        };
+        let spoken_of = must_stand_alone(&tree, &in_session);
+        let target = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
+        kill_process(target, Signal::KILL).unwrap();
+        let tied = tied.unwrap_err().to_string();
+        let named = format!("session of process {}", leader.0.id());
         assert!(
-            tied.contains("setsid") && tied.contains("host.shell_job"),
+            tied.contains(&named) && tied.contains("setsid") && tied.contains("host.shell_job"),
             "{tied}"
         );
+        assert!(spoken_of.is_ok(), "{spoken_of:?}");
     }
 }

@@ -137,7 +137,13 @@ pub async fn append(
     loop {
         let failed = |source: StoreError| {
             let job = job.to_string();
-            if source.is_outcome_unknown() {
+            if let StoreError::Fenced { what, .. } = source {
+                AppendError::Fenced {
+                    job,
+                    generation,
+                    what,
+                }
+            } else if source.is_outcome_unknown() {
                 AppendError::Unreachable {
                     job,
                     generation,

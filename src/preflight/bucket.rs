@@ -18,7 +18,7 @@ use crate::store::{
     Facts, Key, Listed, PART_LEN_MIN, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
     Store, StoreError, UploadId, crc64_of_parts,
 };
-use crate::writer::{claim, now_ms, random_hex, winners_at_once};
+use crate::writer::{CONTESTS, claim, now_ms, random_hex, winners_at_once};
 
 /// One request and its repetitions.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -62,13 +62,13 @@ const CONDITIONAL: Subject = Subject {
     name: "store.conditional-create",
     why: "two savers of one job are told apart by who creates an entry first; a store that overwrites it would let both win",
     gravity: State::Failed,
-    mend: "use a store that honours If-None-Match",
+    mend: "use a store that honours If-None-Match, or give every start of the job an epoch: job.epoch, --epoch",
 };
 const AT_ONCE: Subject = Subject {
     name: "store.create-at-once",
     why: "two savers of one job may come at the same moment, and both would have it",
     gravity: State::Failed,
-    mend: "use a store whose conditional writes are atomic",
+    mend: "use a store whose conditional writes are atomic, or give every start of the job an epoch: job.epoch, --epoch",
 };
 const READ: Subject = Subject {
     name: "store.read",
@@ -87,6 +87,13 @@ const FRESH: Subject = Subject {
     why: "`gc` and `prune` find what they remove by listing",
     gravity: State::Warning,
     mend: "run `gc` again later",
+};
+/// The same, where the log goes by epochs.
+const EPOCH_FRESH: Subject = Subject {
+    why: "a later start of the job is found by listing, and would be overlooked",
+    gravity: State::Failed,
+    mend: "use a store whose listings are fresh, or one that honours If-None-Match without job.epoch",
+    ..FRESH
 };
 const UPLOAD: Subject = Subject {
     name: "store.upload",
@@ -173,7 +180,6 @@ impl Looking<'_> {
         let mut written = vec![claim.clone()];
         self.read(&claim).await;
         self.fresh(&claim).await;
-        written.extend(self.contest().await);
         written.extend(self.upload().await);
         // Other checksums are taken from the bytes when they are sent, and cannot be wrong.
         let checksum = self.session.config.store.checksum;
@@ -182,6 +188,8 @@ impl Looking<'_> {
         }
         self.abort().await;
         self.list_uploads().await;
+        // Connections that stand already bring creates closest together.
+        written.extend(self.contests().await);
         self.delete(&written).await;
     }
 
@@ -304,9 +312,16 @@ impl Looking<'_> {
             .push(CREATE.ok(format!("in {} ms", took.as_millis())));
         let again = store.put_if_absent(&key, second.encode().into());
         if let Some((outcome, _)) = self.ask(&CONDITIONAL, again).await {
-            self.checks.push(match outcome {
-                PutOutcome::AlreadyExists => CONDITIONAL.ok("the second one is turned away"),
-                PutOutcome::Created => CONDITIONAL.wrong(format!(
+            self.checks.push(match (outcome, self.session.config.store.epoch) {
+                (PutOutcome::AlreadyExists, None) => CONDITIONAL.ok("the second one is turned away"),
+                (outcome, Some(epoch)) => CONDITIONAL.ok(format!(
+                    "{}; the job's writers are ordered by their epochs, of which this is {epoch}",
+                    match outcome {
+                        PutOutcome::Created => "the store ignores If-None-Match",
+                        PutOutcome::AlreadyExists => "the second one is turned away, and nothing rests on it",
+                    }
+                )),
+                (PutOutcome::Created, None) => CONDITIONAL.wrong(format!(
                     "the store ignores If-None-Match{}: it overwrote an object that a conditional write must leave alone",
                     known_to_lack_it(self.session)
                 )),
@@ -315,22 +330,36 @@ impl Looking<'_> {
         Some(key)
     }
 
-    /// Creates one object several times at once, with other bytes each. Its key, if anything was created.
-    async fn contest(&mut self) -> Option<Key> {
-        let job = &self.session.config.job;
-        let key = Key::of_job(job, &contest_key(&self.nonce)).expect("hex digits are legal");
-        let store = self.session.store.clone();
-        let creating = winners_at_once(&*store, &key, CONTESTANTS);
-        let (winners, _) = self.ask(&AT_ONCE, creating).await?;
-        self.checks.push(match winners {
-            1 => AT_ONCE.ok(format!(
-                "one of {CONTESTANTS} at once is told that it was first"
-            )),
-            count => AT_ONCE.wrong(format!(
-                "{count} of {CONTESTANTS} at once are told that they were first"
-            )),
-        });
-        Some(key)
+    /// Creates one object several times at once, with other bytes each, and a fresh one again, until more than one is first. The keys of what was created.
+    async fn contests(&mut self) -> Vec<Key> {
+        let mut created = Vec::new();
+        if let Some(epoch) = self.session.config.store.epoch {
+            self.checks.push(AT_ONCE.ok(format!(
+                "nothing rests on it: the job's writers are ordered by their epochs, of which this is {epoch}"
+            )));
+            return created;
+        }
+        for round in 1..=CONTESTS {
+            let relative = contest_key(&self.nonce, round);
+            let key = Key::of_job(&self.session.config.job, &relative);
+            let key = key.expect("hex digits are legal");
+            let store = self.session.store.clone();
+            let creating = winners_at_once(&*store, &key, CONTESTANTS);
+            let Some((winners, _)) = self.ask(&AT_ONCE, creating).await else {
+                return created;
+            };
+            created.push(key);
+            if winners != 1 {
+                self.checks.push(AT_ONCE.wrong(format!(
+                    "{winners} of {CONTESTANTS} at once are told that they were first"
+                )));
+                return created;
+            }
+        }
+        self.checks.push(AT_ONCE.ok(format!(
+            "one of {CONTESTANTS} at once is told that it was first, {CONTESTS} times"
+        )));
+        created
     }
 
     async fn read(&mut self, key: &Key) {
@@ -384,10 +413,13 @@ impl Looking<'_> {
         let prefix = format!("{}/data/{}/", self.session.config.job, self.nonce);
         let store = &self.session.store;
         if let Some((listed, _)) = self.ask(&FRESH, store.list(&prefix)).await {
-            self.checks.push(match is_listed(&listed, claim) {
-                true => FRESH.ok("what was just created is listed"),
-                false => FRESH.wrong("what was just created is not listed yet"),
-            });
+            let has_epoch = self.session.config.store.epoch.is_some();
+            self.checks
+                .push(match (is_listed(&listed, claim), has_epoch) {
+                    (true, _) => FRESH.ok("what was just created is listed"),
+                    (false, false) => FRESH.wrong("what was just created is not listed yet"),
+                    (false, true) => EPOCH_FRESH.wrong("what was just created is not listed yet"),
+                });
         }
     }
 

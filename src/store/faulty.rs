@@ -33,6 +33,10 @@ pub(crate) enum Fault {
     Stall,
     /// Nothing is done; the answer is a passing fault that comes so late.
     CutAfter(Duration),
+    /// [`Store::put_if_absent`] replaces what stands there.
+    Overwrites,
+    /// The same, and the answer is lost.
+    OverwritesLost,
 }
 
 /// Faults in front of a [`MemoryStore`].
@@ -41,6 +45,8 @@ pub(crate) struct Faulty {
     pub(crate) inner: MemoryStore,
     rules: Mutex<Vec<(&'static str, Range<u32>, Fault)>>,
     calls: Mutex<HashMap<&'static str, u32>>,
+    /// Others come in between, before a call and after it.
+    order: Option<Mutex<fastrand::Rng>>,
 }
 
 impl Faulty {
@@ -49,6 +55,23 @@ impl Faulty {
             inner: MemoryStore::with_part_len_min(0),
             rules: Mutex::default(),
             calls: Mutex::default(),
+            order: None,
+        }
+    }
+
+    /// Calls of several tasks take effect in an order that this number decides.
+    pub(crate) fn in_any_order(self, seed: u64) -> Self {
+        Self {
+            order: Some(Mutex::new(fastrand::Rng::with_seed(seed))),
+            ..self
+        }
+    }
+
+    async fn lets_others(&self) {
+        let Some(order) = &self.order else { return };
+        let turns = order.lock().unwrap().u32(0..6);
+        for _ in 0..turns {
+            tokio::task::yield_now().await;
         }
     }
 
@@ -91,7 +114,10 @@ impl Faulty {
         absent: impl FnOnce(StoreError) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let fault = self.fault(operation);
-        self.apply(fault, operation, key, call, absent).await
+        self.lets_others().await;
+        let answer = self.apply(fault, operation, key, call, absent).await;
+        self.lets_others().await;
+        answer
     }
 
     async fn apply<T>(
@@ -110,7 +136,7 @@ impl Faulty {
             source: None,
         };
         match fault {
-            None | Some(Fault::Short) => call.await,
+            None | Some(Fault::Short | Fault::Overwrites) => call.await,
             Some(Fault::Transient) => Err(transient("scripted fault")),
             Some(Fault::SlowDown) => Err(StoreError::SlowDown {
                 operation,
@@ -124,7 +150,7 @@ impl Faulty {
                 advice: String::new(),
             }),
             Some(Fault::Absent) => absent(StoreError::NotFound { operation, key }),
-            Some(Fault::Lost) => {
+            Some(Fault::Lost | Fault::OverwritesLost) => {
                 call.await?;
                 Err(transient("the answer was lost"))
             }
@@ -181,8 +207,19 @@ impl Store for Faulty {
         key: &'a Key,
         body: Bytes,
     ) -> BoxFuture<'a, Result<PutOutcome, StoreError>> {
-        let call = self.inner.put_if_absent(key, body);
-        self.call("put_if_absent", key.as_str(), call, Err).boxed()
+        async move {
+            let fault = self.fault("put_if_absent");
+            self.lets_others().await;
+            if let Some(Fault::Overwrites | Fault::OverwritesLost) = fault {
+                self.inner.delete(key).await?;
+            }
+            let call = self.inner.put_if_absent(key, body);
+            let put = self.apply(fault, "put_if_absent", key.as_str(), call, Err);
+            let answer = put.await;
+            self.lets_others().await;
+            answer
+        }
+        .boxed()
     }
 
     fn get<'a>(
@@ -196,9 +233,12 @@ impl Store for Faulty {
                 let bytes = self.inner.get(key, len_max).await?;
                 return Ok(bytes.map(|bytes| bytes.slice(..bytes.len() / 2)));
             }
+            self.lets_others().await;
             let call = self.inner.get(key, len_max);
-            self.apply(fault, "get", key.as_str(), call, |_| Ok(None))
-                .await
+            let got = self.apply(fault, "get", key.as_str(), call, |_| Ok(None));
+            let answer = got.await;
+            self.lets_others().await;
+            answer
         }
         .boxed()
     }

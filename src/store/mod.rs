@@ -3,6 +3,7 @@
 //! In: keys and bytes. Out: bytes, and receipts for what was stored. What can fail: [`StoreError`], sorted by what the caller does about
 //! it. The retry decorator ([`retry::Retrying`]) is the only place that tries again; an implementation answers once.
 
+pub mod epochs;
 #[cfg(test)]
 pub(crate) mod faulty;
 pub mod file;
@@ -20,6 +21,7 @@ use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt};
 use tokio_util::sync::CancellationToken;
 
+use self::epochs::Epochs;
 use self::file::FileStore;
 use self::retry::{RetryPolicy, Retrying};
 use self::s3::S3Store;
@@ -283,6 +285,16 @@ pub enum StoreError {
         /// A date, or that it is held without one.
         until: String,
     },
+    /// Another writer has what was to be written to ([`epochs`]). Nothing was written that counts.
+    #[error("{operation} {key}: {what}")]
+    Fenced {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Key relative to the store's prefix.
+        key: String,
+        /// Who has it.
+        what: String,
+    },
     /// The store asks for fewer requests.
     #[error("{operation} {key}: the store asks to slow down ({code})")]
     SlowDown {
@@ -421,6 +433,7 @@ pub async fn open(
         }
         StorePlace::Directory(root) => Arc::new(FileStore::open(root)?),
     };
+    let inner: Arc<dyn Store> = Arc::new(Epochs::new(inner, config.epoch));
     let policy = RetryPolicy::new(config.retry_timeout);
     Ok(Retrying::new(inner, policy, cancel, meter))
 }
@@ -474,7 +487,7 @@ async fn read_slice<S: Store + ?Sized>(
 /// What every store does. Every method makes one attempt, and is cancel-safe in this sense: a dropped future may or may not
 /// have taken effect, exactly like [`StoreError::Transient`].
 ///
-/// [`Store::list`], [`Store::abort_uploads_under`] and [`Store::delete`] are for clean-up (`gc`, `prune`, the spill); nothing else lists objects or deletes any.
+/// [`Store::list`], [`Store::abort_uploads_under`] and [`Store::delete`] are for clean-up (`gc`, `prune`, the spill); nothing else but [`epochs`] lists objects or deletes any.
 ///
 /// ```
 /// use bytes::Bytes;
@@ -563,7 +576,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// What the store says about an object, or `None`.
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>>;
 
-    /// All objects whose key starts with `prefix`, in key order. For people and clean-up: no decision rests on a listing.
+    /// All objects whose key starts with `prefix`, in key order. For people and clean-up: no decision rests on a listing, but where [`epochs`] has nothing else.
     fn list<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<Listed>, StoreError>>;
 
     /// Names directly under `prefix` (which ends in `/` or is empty), up to the next `/`, in order: the jobs of a store.

@@ -391,6 +391,10 @@ async fn failed_run(
             "by": ProcessIdentity::ours()?,
             "created_ms": now_ms(),
         });
+        // A store without conditional creates would take it a second time.
+        if store.head(&key).await?.is_some() {
+            continue;
+        }
         let put = store.put_if_absent(&key, note.to_string().into());
         if put.await? == PutOutcome::Created {
             return Ok(number);

@@ -140,7 +140,11 @@ async fn what_may_be_alive_is_left_alone() {
 async fn what_died_before_the_announcement_is_given_up() {
     let store = MemoryStore::new();
     let nonce = "0123456789abcdef0123456789abcdef";
-    for key in [claim_key(nonce), contest_key(nonce)] {
+    for key in [
+        claim_key(nonce),
+        contest_key(nonce, 1),
+        contest_key(nonce, 2),
+    ] {
         let key = Key::of_job(&job(), &key).unwrap();
         store.put_if_absent(&key, Bytes::new()).await.unwrap();
     }

@@ -275,8 +275,8 @@ fn what_is_locked_is_told_with_its_date() {
         "{row}"
     );
     assert_eq!(row["failed"], false, "{row}");
-    // Claim, contest, manifest and two frame tables went.
-    assert_eq!(row["objects"], 5, "{row}");
+    // Claim, two contests, manifest and two frame tables went.
+    assert_eq!(row["objects"], 6, "{row}");
     // A lock that is over is none: the right is missing.
     scene.server.set_rules(&until("2020-01-01T00:00:00Z"));
     let run = scene.saver("job", "").cli.run(prune);
@@ -299,6 +299,11 @@ fn a_store_that_lets_several_be_first_is_refused_before_the_lock() {
         (
             json!({"op": "PutObject", "key_contains": "contest.json", "always": true, "action": wins}),
             "told 4 of 4",
+        ),
+        // And with connections that stand already.
+        (
+            json!({"op": "PutObject", "key_contains": "contest-2.json", "always": true, "action": wins}),
+            "told 8 of 8",
         ),
         // The third claim at once; those before it are turned away.
         (

@@ -14,6 +14,8 @@ mod crash;
 mod damage;
 /// A rehearsal: the target locked and let go, a small image there and back.
 mod drill;
+/// Stores without conditional creates.
+mod epochs;
 /// What becomes of a target when the store fails after BEGIN.
 mod fallback;
 /// Driver calls that fail.

@@ -347,6 +347,7 @@ async fn listings(store: &dyn Store) {
 /// Limits that a test can wait for.
 fn config(endpoint: &str, prefix: &str) -> StoreConfig {
     StoreConfig {
+        epoch: None,
         bucket: BucketConfig::default(),
         place: StorePlace::Bucket {
             bucket: BUCKET.to_owned(),

@@ -772,14 +772,16 @@ fn a_tree_that_is_tied_to_others_is_refused_before_it_is_touched() {
     let Some(tree) = Tree::new(Mode::Staged) else {
         return;
     };
-    // Of our own session.
-    let mut command = Command::new("sh");
-    command.arg(tree.path("tree.sh")).env_clear();
-    tree.scene.node.apply(&mut command);
-    let tied = Alone(with_path(command).spawn().expect("a shell"));
+    // Of a session whose leader is none of it. Our own one's may be out of sight.
+    let mut command = Command::new("setsid");
+    command.args(["sh", "-c", "sh \"$0\" & echo $! >\"$1\"; wait"]);
+    command.arg(tree.path("tree.sh")).arg(tree.path("tied.pid"));
+    tree.scene.node.apply(command.env_clear());
+    let _leader = Alone(with_path(command).spawn().expect("a shell"));
     tree.reaches(3);
     let saver = tree.saver("", "");
-    let refused = done(&saver.cli, &format!("checkpoint --pid {}", tied.pid()));
+    let pid = std::fs::read_to_string(tree.path("tied.pid")).expect("its pid");
+    let refused = done(&saver.cli, &format!("checkpoint --pid {}", pid.trim()));
     assert_eq!(refused.code, 3, "{refused:?}");
     assert!(refused.stderr.contains("host.shell_job"), "{refused:?}");
     assert_eq!(saver.calls("cuCheckpointProcessLock"), 0);
