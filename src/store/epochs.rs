@@ -23,11 +23,15 @@ use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt, try_join, try_join_all};
 use serde::{Deserialize, Serialize};
 
+use tokio_util::sync::CancellationToken;
+
+use super::retry::{RetryPolicy, Retrying};
 use super::{
     Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
     Store, StoreError, UploadId,
 };
 use crate::error::one_line;
+use crate::progress::Meter;
 use crate::writer::{ProcessIdentity, random_hex};
 
 /// Highest epoch: sixteen digits in the key.
@@ -60,6 +64,8 @@ const READS: usize = 16;
 #[derive(Debug)]
 pub struct Epochs {
     inner: Arc<dyn Store>,
+    /// The same, for what one answer takes several requests: each of them is tried again by itself, or all of them would have to succeed at once.
+    patient: Retrying<dyn Store>,
     epoch: Option<u64>,
     /// Ours, in keys.
     nonce: String,
@@ -284,9 +290,21 @@ fn sorted(job: &str, listed: Vec<Listed>) -> BTreeMap<u64, Epoch> {
 }
 
 impl Epochs {
-    /// `epoch` is that of every entry that is written, 0 to [`EPOCH_MAX`]; without one, logs of epochs are only read, and others are as the store has them.
-    pub fn new(inner: Arc<dyn Store>, epoch: Option<u64>) -> Self {
+    /// `epoch` is that of every entry that is written, 0 to [`EPOCH_MAX`]; without one, logs of epochs are only read, and others are as the store has them. One request of several is tried again for as long as `patience`.
+    pub fn new(
+        inner: Arc<dyn Store>,
+        epoch: Option<u64>,
+        patience: Duration,
+        meter: Arc<Meter>,
+    ) -> Self {
+        let policy = RetryPolicy {
+            absence_patience: Duration::ZERO,
+            ..RetryPolicy::new(patience)
+        };
+        // Whoever waits for all of them ends it.
+        let never = CancellationToken::new();
         Self {
+            patient: Retrying::new(Arc::clone(&inner), policy, never, meter),
             inner,
             epoch,
             nonce: random_hex::<8>(),
@@ -340,7 +358,7 @@ impl Epochs {
 
     /// By a read, not by a look: what is wrong with a request stands in the answer's body, which a look does not have.
     async fn is_there(&self, key: &Key) -> Result<bool, StoreError> {
-        match self.inner.get(key, LEN_MAX).await {
+        match self.patient.get(key, LEN_MAX).await.map_err(plain) {
             Ok(there) => Ok(there.is_some()),
             Err(StoreError::Mismatch { .. }) => Ok(true),
             Err(error) => Err(error),
@@ -371,7 +389,11 @@ impl Epochs {
     }
 
     async fn list_once(&self, job: &str, state: &mut State) -> Result<Seen, StoreError> {
-        let listed = self.inner.list(&format!("{job}/log/epoch-")).await?;
+        let listed = self
+            .patient
+            .list(&format!("{job}/log/epoch-"))
+            .await
+            .map_err(plain)?;
         let epochs = sorted(job, listed);
         let mut based = epochs.iter().rev();
         let mut chain = Vec::new();
@@ -432,7 +454,7 @@ impl Epochs {
 
     /// What stands beside the entries, and is never changed.
     async fn read<T: for<'de> Deserialize<'de>>(&self, key: &Key) -> Result<T, StoreError> {
-        let bytes = match self.inner.get(key, LEN_MAX).await {
+        let bytes = match self.patient.get(key, LEN_MAX).await.map_err(plain) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {
                 return Err(StoreError::Transient {
@@ -466,7 +488,10 @@ impl Epochs {
             format: FORMAT,
             by: by.clone(),
         });
-        self.inner.put_if_absent(&ours, writer).await?;
+        self.patient
+            .put_if_absent(&ours, writer)
+            .await
+            .map_err(plain)?;
         let seen = self.look(job, state).await?;
         let others = self.other_writers(epoch, &ours, &seen).await?;
         let alive = others.iter().find(|(_, who)| match who {
@@ -496,7 +521,7 @@ impl Epochs {
                 state.is_taken = true;
                 // Of those that have ended nothing is to be known any more.
                 for (key, _) in &others {
-                    if let Err(error) = self.inner.delete(key).await {
+                    if let Err(error) = self.patient.delete(key).await {
                         tracing::debug!("{key} stays: {}", one_line(&error));
                         break;
                     }
@@ -505,7 +530,7 @@ impl Epochs {
             }
         };
         // It must not keep others from what we did not get; that it stays is no harm to them where we are known to have ended.
-        if let Err(error) = self.inner.delete(&ours).await {
+        if let Err(error) = self.patient.delete(&ours).await {
             tracing::debug!("{ours} stays: {}", one_line(&error));
         }
         Err(fenced(of, why))
@@ -534,7 +559,10 @@ impl Epochs {
             );
             return Err(unfit("PutObject", of, what));
         }
-        self.inner.put_if_absent(key, body.clone()).await?;
+        self.patient
+            .put_if_absent(key, body.clone())
+            .await
+            .map_err(plain)?;
         Ok(())
     }
 
@@ -561,7 +589,7 @@ impl Epochs {
         &self,
         key: &Key,
     ) -> Result<Option<(Key, Option<ProcessIdentity>)>, StoreError> {
-        let bytes = self.inner.get(key, LEN_MAX).await?;
+        let bytes = self.patient.get(key, LEN_MAX).await.map_err(plain)?;
         Ok(bytes.map(|bytes| {
             let writer = serde_json::from_slice::<Writer>(&bytes).ok();
             (key.clone(), writer.map(|writer| writer.by))
@@ -660,9 +688,13 @@ impl Epochs {
             body,
         } = pending;
         let settling = async {
-            let put = self.inner.put_if_absent(&place, body.clone()).await?;
+            let put = self
+                .patient
+                .put_if_absent(&place, body.clone())
+                .await
+                .map_err(plain)?;
             if put == PutOutcome::AlreadyExists {
-                let there = self.inner.get(&place, body.len()).await?;
+                let there = self.patient.get(&place, body.len()).await.map_err(plain)?;
                 if there.is_none_or(|there| there != body) {
                     return Err(transient(key, format!("{place} has other bytes than ours")));
                 }
@@ -762,6 +794,14 @@ enum Place {
     Itself,
     There(Key),
     Nowhere,
+}
+
+/// What ended the attempts at one of several requests. All of them may be tried again.
+fn plain(error: StoreError) -> StoreError {
+    match error {
+        StoreError::GaveUp { source, .. } => *source,
+        error => error,
+    }
 }
 
 fn encode(what: &impl Serialize) -> Bytes {

@@ -428,6 +428,9 @@ impl StoreError {
     }
 }
 
+/// How long one request is tried again of several that are one to the caller, who tries all of them again.
+const EACH_OF_SEVERAL: Duration = Duration::from_secs(2);
+
 /// The configured store behind its retries. `cancel` ends its calls, `meter` counts what is tried again.
 ///
 /// # Errors
@@ -443,7 +446,13 @@ pub async fn open(
         }
         StorePlace::Directory(root) => Arc::new(FileStore::open(root)?),
     };
-    let inner: Arc<dyn Store> = Arc::new(Epochs::new(inner, config.epoch));
+    let epochs = Epochs::new(
+        inner,
+        config.epoch,
+        EACH_OF_SEVERAL.min(config.retry_timeout / 4),
+        Arc::clone(&meter),
+    );
+    let inner: Arc<dyn Store> = Arc::new(epochs);
     let policy = RetryPolicy::new(config.retry_timeout);
     Ok(Retrying::new(inner, policy, cancel, meter))
 }

@@ -96,6 +96,8 @@ fn without_a_spill_a_target_is_held_unless_something_else_is_asked_for() {
     held.until_said("the target is held");
     // One signal, and another one, change nothing.
     held.signal("TERM");
+    // Two that come before the first was taken are one.
+    held.until_said("asks to stop");
     held.signal("TERM");
     held.until_said("is noted already");
     scene.server.set_rules(&json!([]));

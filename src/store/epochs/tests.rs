@@ -26,16 +26,21 @@ fn elsewhere(number: u64) -> ProcessIdentity {
     }
 }
 
+/// Nothing is tried again but by who asks.
+fn at(inner: Arc<dyn Store>, epoch: Option<u64>) -> Epochs {
+    Epochs::new(inner, epoch, Duration::ZERO, crate::progress::Meter::new())
+}
+
 fn writer(store: &Arc<Faulty>, epoch: u64, by: ProcessIdentity) -> Epochs {
     let inner: Arc<dyn Store> = Arc::clone(store) as _;
     Epochs {
         by: Ok(by),
-        ..Epochs::new(inner, Some(epoch))
+        ..at(inner, Some(epoch))
     }
 }
 
 fn reader(store: &Arc<Faulty>) -> Epochs {
-    Epochs::new(Arc::clone(store) as Arc<dyn Store>, None)
+    at(Arc::clone(store) as Arc<dyn Store>, None)
 }
 
 fn entry(name: &str) -> Entry {
@@ -409,7 +414,7 @@ async fn who_is_behind_reads_it() {
 async fn a_store_of_conditional_creates_is_asked_as_before() {
     let store = MemoryStore::new();
     let key = Key::new("train/log/00000001.json").unwrap();
-    let epochs = Epochs::new(Arc::new(store), None);
+    let epochs = at(Arc::new(store), None);
     let body = |text: &'static str| Bytes::from_static(text.as_bytes());
     assert_eq!(epochs.get(&key, 10).await.unwrap(), None);
     let put = epochs.put_if_absent(&key, body("one")).await.unwrap();
