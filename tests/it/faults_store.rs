@@ -292,14 +292,32 @@ fn a_slot_that_is_said_to_be_taken_is_looked_at() {
     let taken = json!({
         "op": "PutObject", "key_contains": "/log/00000003", "nth": 1, "action": {"status": 412, "code": "PreconditionFailed"},
     });
-    // Said to be taken, and it is empty; or it cannot be read.
-    let unreadable = json!({"op": "GetObject", "key_contains": "/log/", "from": 5, "action": {"status": 500, "code": "InternalError"}});
+    // Said to be taken, and it is empty; or it cannot be read: not after the log was, by four slots, and the first one once more for its kind.
+    let unreadable = json!({"op": "GetObject", "key_contains": "/log/", "from": 6, "action": {"status": 500, "code": "InternalError"}});
     for rules in [vec![taken.clone()], vec![taken, unreadable]] {
         let scene = Scene::new(&[]);
         let (target, saver, run) = save(&scene, &rules, "");
         assert_failed("taken", &run, 13, "commit", &[]);
         assert_eq!(told(&run), Some(scene.state_of(&target).as_str()));
         scene.must_not_be_committed("job", &saver);
+    }
+}
+
+/// Of a job that has no log yet it is asked whether it has one that goes by epochs.
+#[test]
+fn a_job_without_a_log_is_not_begun_unseen() {
+    for (fault, code, says) in [
+        (Fault::Refused, 3, "s3:ListBucket"),
+        (Fault::Internal, 10, "InternalError"),
+        (Fault::Stalled, 10, "ListObjectsV2"),
+    ] {
+        let scene = Scene::new(&[]);
+        let rules = [json!({"op": "ListObjectsV2", "always": true, "action": fault.action()})];
+        let (mut target, saver, run) = save(&scene, &rules, "request_timeout = \"500ms\"\n");
+        assert_failed("listing", &run, code, "prepare", &[says]);
+        assert_eq!(saver.calls("cuCheckpointProcessLock"), 0);
+        assert_eq!(scene.server.requests("PutObject").len(), 1, "the claim");
+        scene.must_compute_on(&mut target);
     }
 }
 
