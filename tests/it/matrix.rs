@@ -17,6 +17,8 @@ mod driver;
 mod page;
 /// Requests to the store that fail.
 mod store;
+/// Whole process trees.
+mod trees;
 
 /// The job: 2 chunks on each of two GPUs. It takes its time, because one of it runs beside every cell.
 const TARGET: &str = "--gpus 2 --bytes 2MiB --fill mixed --seed 23 --step-ms 40";
