@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use serde_json::{Value, json};
 
-use super::{NODE, ONLY, must_agree_with_itself};
+use super::{NODE, ONLY, is_done, must_agree_with_itself, must_tell_of_open_uploads};
 use crate::support::scene::{Saver, cause, until};
 use crate::support::tree::{Alone, Jobs, Mode, Tree, criu, done as run_to_its_end};
 use crate::support::tree::{end_namespace, is_alive};
@@ -272,9 +272,9 @@ fn cells() -> Vec<Cell> {
     for mode in BOTH {
         for row in rows() {
             if row.modes.contains(mode) {
-                let (command, fault, behind) = (row.command, row.fault, &row.behind);
+                let (command, said) = (row.command, page::said(&row));
                 cells.push(Cell {
-                    name: format!("tree {mode:?} {command:?}, {fault:?} behind {behind:?}"),
+                    name: format!("tree {mode:?} {command:?}: {said}"),
                     mode: *mode,
                     row,
                 });

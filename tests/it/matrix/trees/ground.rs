@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::{
     Alone, Cell, Command, Criu, CriuFault, Driver, Fault, JOB, JOBS, Mode, NAMES, Request,
-    RequestFault, Run, Saver, Seen, Tree, Verdict, cause, end_namespace, is_alive,
-    must_agree_with_itself, run_to_its_end, until,
+    RequestFault, Run, Saver, Seen, Tree, Verdict, cause, end_namespace, is_alive, is_done,
+    must_agree_with_itself, must_tell_of_open_uploads, run_to_its_end, until,
 };
 
 /// For faults that pass, on a busy machine.
@@ -146,7 +146,11 @@ impl Ground {
         });
         must_agree_with_itself(&run);
         self.must_have_failed(cell, &saver, &requests);
+        must_tell_of_open_uploads(false, &run, &requests);
         must_be_in_order(cell, &saver, &requests, verdict);
+        if command != Command::Restore {
+            must_be_closed(&run, &requests, verdict);
+        }
         self.must_be_found(pids, verdict);
         if let Some(root) = root {
             // Nobody ends a tree that is not committed.
@@ -305,6 +309,25 @@ fn state_in_proc(pid: u32) -> Option<char> {
     state.filter(|state| *state != 'Z')
 }
 
+/// Behind `open` and `saving` the log says what came of it: an image, or that there will be none; and nothing, where one may be made of it yet.
+fn must_be_closed(run: &Run, requests: &[Value], verdict: &Verdict) {
+    let entries = requests.iter().filter(|request| {
+        let key = request["key"].as_str().unwrap_or_default();
+        request["op"] == "PutObject" && key.contains("/log/") && is_done(request)
+    });
+    let tells = run.report["attached"].to_string();
+    let tells = tells.contains("stays open in the job's log");
+    match (verdict.code, verdict.phase) {
+        (13, _) | (_, "prepare") => {}
+        (16, _) => assert_eq!(entries.count(), 2, "entries of a save that is sealed"),
+        _ => assert!(
+            entries.count() == 3 || tells,
+            "the save stays open: {}",
+            run.report
+        ),
+    }
+}
+
 /// Nothing is given up before it is kept, nothing runs before all have their memory, and nothing is tried twice.
 fn must_be_in_order(cell: &Cell, saver: &Saver, requests: &[Value], verdict: &Verdict) {
     let trace = saver.trace();
@@ -324,8 +347,7 @@ fn must_be_in_order(cell: &Cell, saver: &Saver, requests: &[Value], verdict: &Ve
     } else if let Some(first) = begins(&completes) {
         let sealed = requests.iter().find(|request| {
             let key = request["key"].as_str().unwrap_or_default();
-            let is_done = [&request["status"], &request["applied"]].contains(&&Value::from(200));
-            request["op"] == "PutObject" && key.ends_with("/sealed.json") && is_done
+            request["op"] == "PutObject" && key.ends_with("/sealed.json") && is_done(request)
         });
         let sealed = sealed.and_then(|request| request["end_us"].as_u64());
         assert!(

@@ -22,7 +22,7 @@ The same for a tree of two processes that use GPUs, one of which they share, and
 
 - the exit status, the JSON result and the last line on stderr agree, and both processes are found as they tell it. What is found running computes on, the plain process too where both do; and every digest is that of a job that nobody disturbed;
 - no process of the tree is stopped, unless with 13; its root is there, unless the image is committed; of a restore that fails no process is left;
-- the job's images are those of before, and the new one with exit 0 and 14, and perhaps with 13. The new one verifies;
+- the job's images are those of before, and the new one with exit 0 and 14, and perhaps with 13. The new one verifies. The job's log says what came of the save, and nothing with 13 and 16; an upload that stays open in the store is told of;
 - no Complete of a save comes before `sealed.json` is stored, none of a restore before every chunk was copied; nobody is unlocked before all have their memory; of no process is the driver's restore asked for twice, and never with 20.
 ",
         count = cells().len()
@@ -60,20 +60,23 @@ fn line(row: &Row) -> Vec<String> {
         [Mode::Staged] => "staged",
         _ => "streamed",
     };
-    let behind = row
-        .behind
-        .iter()
-        .map(|fault| format!(", after {}", what(*fault)));
     let found = |index: usize| each(&row.expected, |verdict| verdict.found[index].to_owned());
     vec![
         mode.to_owned(),
         row.made_in.to_owned(),
-        format!("{}{}", what(row.fault), behind.collect::<String>()),
+        said(row),
         each(&row.expected, |verdict: &Verdict| verdict.code.to_string()),
         each(&row.expected, |verdict: &Verdict| verdict.phase.to_owned()),
         found(0),
         found(1),
     ]
+}
+
+/// What fails, and behind what.
+pub(super) fn said(row: &Row) -> String {
+    let mut parts = vec![what(row.fault)];
+    parts.extend(row.behind.iter().map(|fault| what(*fault)));
+    parts.join(", after ")
 }
 
 fn what(fault: Fault) -> String {
