@@ -4,8 +4,8 @@ use super::Call::{Answers, Death, Denies, Pretends};
 use super::RequestFault::{AnswerLost, Refused};
 use super::{BOTH, Call, STREAMED};
 use super::{
-    Command, Criu, CriuDenies, CriuFails, CriuPretends, Driver, Request, Row, Verdict, done, ends,
-    row, site, untold,
+    Command, Criu, CriuDenies, CriuFails, CriuPretends, Driver, Request, Row, Site, Verdict, done,
+    ends, row, site, untold,
 };
 
 const ODD: u32 = 4242;
@@ -152,80 +152,46 @@ fn unlock() -> Vec<Row> {
     rows
 }
 
+const READ: [Site; 7] = [
+    site("GetObject", "/log/", 1, "log"),
+    site("PutObject", "/log/", 1, "log entry that opens the job"),
+    site("PutObject", "/pins/", 1, "pin"),
+    site("GetObject", "/manifest.json", 1, "manifest"),
+    site(
+        "GetObject",
+        "/host-files.json",
+        1,
+        "list of the tree's files",
+    ),
+    site("HeadObject", "/host-", 1, "data of the tree"),
+    site("GetObject", "/host-", 1, "frame table of the tree"),
+];
+const READ_GPUS: [Site; 2] = [
+    site("HeadObject", "/gpu-", 2, "data of a GPU"),
+    site("GetObject", "/gpu-", 2, "frame table of a GPU"),
+];
+/// Behind its table, and its seek table, which is read in two.
+const REBUILD: [Site; 1] = [site("GetObject", "/host-", 4, "data of the tree")];
+/// Behind three of either.
+const REBUILD_GPUS: [Site; 1] = [site("GetObject", "/gpu-", 7, "data of a GPU")];
+
 /// What cannot be read keeps the tree from being made, or ends it.
 fn requests() -> Vec<Row> {
     let (unread, unmade) = (before("read"), before("restore"));
     let mut rows = Vec::new();
-    for (modes, made_in, site, verdict) in [
-        (BOTH, "read", site("GetObject", "/log/", 1, "log"), unread),
-        (
-            BOTH,
-            "read",
-            site("PutObject", "/log/", 1, "log entry that opens the job"),
-            unread,
-        ),
-        (BOTH, "read", site("PutObject", "/pins/", 1, "pin"), unread),
-        (
-            BOTH,
-            "read",
-            site("GetObject", "/manifest.json", 1, "manifest"),
-            unread,
-        ),
-        (
-            BOTH,
-            "read",
-            site(
-                "GetObject",
-                "/host-files.json",
-                1,
-                "list of the tree's files",
-            ),
-            unread,
-        ),
-        (
-            BOTH,
-            "read",
-            site("HeadObject", "/host-", 1, "data of the tree"),
-            unread,
-        ),
-        (
-            BOTH,
-            "read",
-            site("GetObject", "/host-", 1, "frame table of the tree"),
-            unread,
-        ),
-        (
-            STREAMED,
-            "read",
-            site("HeadObject", "/gpu-", 2, "data of a GPU"),
-            unread,
-        ),
-        (
-            STREAMED,
-            "read",
-            site("GetObject", "/gpu-", 2, "frame table of a GPU"),
-            unread,
-        ),
-        // Behind its table, and its seek table, which is read in two.
-        (
-            BOTH,
-            "rebuild",
-            site("GetObject", "/host-", 4, "data of the tree"),
-            unmade,
-        ),
-        // Behind three of either.
-        (
-            STREAMED,
-            "rebuild",
-            site("GetObject", "/gpu-", 7, "data of a GPU"),
-            unmade,
-        ),
+    for (modes, made_in, verdict, sites) in [
+        (BOTH, "read", unread, &READ[..]),
+        (STREAMED, "read", unread, &READ_GPUS),
+        (BOTH, "rebuild", unmade, &REBUILD),
+        (STREAMED, "rebuild", unmade, &REBUILD_GPUS),
     ] {
-        for (fault, verdict) in [(Refused, verdict), (AnswerLost, BACK)] {
-            rows.push(Row {
-                made_in,
-                ..row(modes, Request(site, fault), verdict)
-            });
+        for site in sites {
+            for (fault, verdict) in [(Refused, verdict), (AnswerLost, BACK)] {
+                rows.push(Row {
+                    made_in,
+                    ..row(modes, Request(*site, fault), verdict)
+                });
+            }
         }
     }
     // What cannot be deleted ages.

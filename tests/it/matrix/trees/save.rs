@@ -430,161 +430,105 @@ fn resume() -> Vec<Row> {
         .collect()
 }
 
+const PREPARE: [Site; 6] = [
+    site("PutObject", "/attempt.json", 1, "claim"),
+    site("PutObject", "/contest", 1, "creates at once"),
+    site("GetObject", "/log/", 1, "log"),
+    site("PutObject", "/log/", 1, "log entry that opens the job"),
+    site("PutObject", "/log/", 2, "log entry that announces the save"),
+    site("CreateMultipartUpload", "/host-", 1, "upload of the tree"),
+];
+const PREPARE_GPUS: [Site; 1] = [site("CreateMultipartUpload", "/gpu-", 2, "upload of a GPU")];
+const STREAM: [Site; 1] = [site("UploadPart", "/gpu-", 2, "data of a GPU")];
+const LAND_GPUS: [Site; 2] = [
+    site("CompleteMultipartUpload", "/gpu-", 3, "data of a GPU"),
+    site("HeadObject", "/gpu-", 1, "data of a GPU"),
+];
+const GPU_TABLE: Site = site("PutObject", "/gpu-", 2, "frame table of a GPU");
+const SEALED_MANIFEST: Site = site(
+    "PutObject",
+    "/manifest.sealed.json",
+    1,
+    "manifest of what is sealed",
+);
+const SEAL: Site = site("PutObject", "/sealed.json", 1, "seal");
+const SEAL_LOOK: Site = site("GetObject", "/sealed.json", 1, "seal");
+const DUMP: [Site; 1] = [site("UploadPart", "/host-", 1, "data of the tree")];
+const LAND_TREE: [Site; 2] = [
+    site("CompleteMultipartUpload", "/host-", 1, "data of the tree"),
+    site("HeadObject", "/host-", 1, "data of the tree"),
+];
+const TREE_TABLE: Site = site("PutObject", "/host-", 1, "frame table of the tree");
+const FILES: Site = site(
+    "PutObject",
+    "/host-files.json",
+    1,
+    "list of the tree's files",
+);
+const MANIFEST: Site = site("PutObject", "/manifest.json", 1, "manifest");
+/// Behind the one that opens the job, and the one that announces the save.
+const COMMIT: Site = site("PutObject", "/log/", 3, "log entry: the commit");
+
 /// Before the lock, a refusal says what to mend; then, until the seal, nothing is kept; from there on (and staged, all the while) the tree is given back.
 fn requests() -> Vec<Row> {
-    const COMMIT: Site = site("PutObject", "/log/", 3, "log entry: the commit");
-    const SEAL: Site = site("PutObject", "/sealed.json", 1, "seal");
-    const SEAL_LOOK: Site = site("GetObject", "/sealed.json", 1, "seal");
-    const MANIFEST: Site = site("PutObject", "/manifest.json", 1, "manifest");
     let refused = untold(3, "prepare", RUNNING);
     let lost = |phase| ends(12, phase, MAPPED);
     let back = |phase| ends(10, phase, RUNNING);
     let unknown = ends(13, "commit", SUSPENDED);
     let mut rows = Vec::new();
-    for (modes, made_in, site, verdict) in [
-        (
-            BOTH,
-            "prepare",
-            site("PutObject", "/attempt.json", 1, "claim"),
-            refused,
-        ),
-        (
-            BOTH,
-            "prepare",
-            site("PutObject", "/contest", 1, "creates at once"),
-            refused,
-        ),
-        (
-            BOTH,
-            "prepare",
-            site("GetObject", "/log/", 1, "log"),
-            refused,
-        ),
-        (
-            BOTH,
-            "prepare",
-            site("PutObject", "/log/", 1, "log entry that opens the job"),
-            refused,
-        ),
-        (
-            BOTH,
-            "prepare",
-            site("PutObject", "/log/", 2, "log entry that announces the save"),
-            refused,
-        ),
-        (
-            BOTH,
-            "prepare",
-            site("CreateMultipartUpload", "/host-", 1, "upload of the tree"),
-            refused,
-        ),
-        (
-            STREAMED,
-            "prepare",
-            site("CreateMultipartUpload", "/gpu-", 2, "upload of a GPU"),
-            refused,
-        ),
-        (
-            STREAMED,
-            "stream",
-            site("UploadPart", "/gpu-", 2, "data of a GPU"),
-            lost("stream"),
-        ),
-        (
-            STREAMED,
-            "land",
-            site("CompleteMultipartUpload", "/gpu-", 3, "data of a GPU"),
-            lost("land"),
-        ),
-        (
-            STREAMED,
-            "land",
-            site("HeadObject", "/gpu-", 1, "data of a GPU"),
-            lost("land"),
-        ),
+    for (modes, made_in, verdict, sites) in [
+        (BOTH, "prepare", refused, &PREPARE[..]),
+        (STREAMED, "prepare", refused, &PREPARE_GPUS),
+        (STREAMED, "stream", lost("stream"), &STREAM),
+        (STREAMED, "land", lost("land"), &LAND_GPUS),
         (
             STREAMED,
             "seal",
-            site("PutObject", "/gpu-", 2, "frame table of a GPU"),
             lost("seal"),
+            &[GPU_TABLE, SEALED_MANIFEST, SEAL],
         ),
-        (
-            STREAMED,
-            "seal",
-            site(
-                "PutObject",
-                "/manifest.sealed.json",
-                1,
-                "manifest of what is sealed",
-            ),
-            lost("seal"),
-        ),
-        (STREAMED, "seal", SEAL, lost("seal")),
-        (
-            BOTH,
-            "dump",
-            site("UploadPart", "/host-", 1, "data of the tree"),
-            back("dump"),
-        ),
-        (
-            BOTH,
-            "land",
-            site("CompleteMultipartUpload", "/host-", 1, "data of the tree"),
-            back("land"),
-        ),
-        (
-            BOTH,
-            "land",
-            site("HeadObject", "/host-", 1, "data of the tree"),
-            back("land"),
-        ),
+        (BOTH, "dump", back("dump"), &DUMP),
+        (BOTH, "land", back("land"), &LAND_TREE),
         (
             BOTH,
             "commit",
-            site("PutObject", "/host-", 1, "frame table of the tree"),
             back("commit"),
+            &[TREE_TABLE, FILES, MANIFEST, COMMIT],
         ),
-        (
-            BOTH,
-            "commit",
-            site(
-                "PutObject",
-                "/host-files.json",
-                1,
-                "list of the tree's files",
-            ),
-            back("commit"),
-        ),
-        (BOTH, "commit", MANIFEST, back("commit")),
-        (BOTH, "commit", COMMIT, back("commit")),
     ] {
-        rows.push(Row {
-            made_in,
-            ..row(modes, Request(site, Refused), verdict)
-        });
-        // Up to the dump both ways are one.
-        let modes = match made_in {
-            "prepare" => STREAMED,
-            _ => modes,
-        };
-        rows.push(Row {
-            made_in,
-            ..row(modes, Request(site, AnswerLost), ENDED)
-        });
+        for site in sites {
+            rows.push(Row {
+                made_in,
+                ..row(modes, Request(*site, Refused), verdict)
+            });
+            // Up to the dump both ways are one.
+            let modes = match made_in {
+                "prepare" => STREAMED,
+                _ => modes,
+            };
+            rows.push(Row {
+                made_in,
+                ..row(modes, Request(*site, AnswerLost), ENDED)
+            });
+        }
     }
-    let rest = [
+    let sealing = [
         // Whether it is sealed is not known, so that it must not be completed.
-        row(STREAMED, Request(SEAL_LOOK, Refused), lost("seal")).behind(Request(SEAL, AnswersLost)),
-        // That it is shows when it is looked at.
-        row(STREAMED, Request(SEAL, AnswersLost), ENDED),
         row(STREAMED, Request(SEAL, Unreachable), lost("seal")),
+        row(STREAMED, Request(SEAL_LOOK, Refused), lost("seal")).behind(Request(SEAL, AnswersLost)),
+        // A look shows that it is.
+        row(STREAMED, Request(SEAL, AnswersLost), ENDED),
+    ];
+    let committing = [
         row(BOTH, Request(MANIFEST, AnswersLost), back("commit")),
         row(BOTH, Request(COMMIT, Unreachable), unknown),
         row(BOTH, Request(COMMIT, AnswersLost), unknown),
     ];
-    rows.extend(rest.map(|row| Row {
-        made_in: "commit, or seal",
+    rows.extend(sealing.map(|row| Row {
+        made_in: "seal",
         ..row
     }));
+    let made_in = "commit";
+    rows.extend(committing.map(|row| Row { made_in, ..row }));
     rows
 }
