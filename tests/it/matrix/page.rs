@@ -63,7 +63,7 @@ fn list(codes: &[u32]) -> String {
 }
 
 /// What the verdicts say, one after the other, equal ones once.
-pub(super) fn each<V>(verdicts: &[V], say: impl Fn(&V) -> String) -> String {
+fn each(verdicts: &[Verdict], say: impl Fn(&Verdict) -> String) -> String {
     let mut parts: Vec<String> = verdicts.iter().map(say).collect();
     parts.dedup();
     parts.join(" or ")

@@ -1,6 +1,6 @@
 //! The matrix of trees as sections of the document.
 
-use super::super::page::{each, table};
+use super::super::page::table;
 use super::{BOTH, Call, Command, CriuFault, Fault, Mode, RequestFault, Row, Verdict, cells, rows};
 
 /// What stands in the document below the tables for one process.
@@ -36,8 +36,7 @@ fn failures(command: Command, heading: &str) -> String {
         "what fails",
         "exit",
         "failed in",
-        "first process",
-        "second process",
+        "the two processes",
     ];
     let rows = rows();
     let rows = rows.iter().filter(|row| row.command == command);
@@ -54,21 +53,30 @@ fn failures(command: Command, heading: &str) -> String {
     table(heading, &columns, lines)
 }
 
+/// What the verdicts say, equal ones once.
+fn each(verdicts: &[Verdict], say: impl Fn(&Verdict) -> String) -> String {
+    let mut parts: Vec<String> = Vec::new();
+    for part in verdicts.iter().map(say) {
+        if !parts.contains(&part) {
+            parts.push(part);
+        }
+    }
+    parts.join(" or ")
+}
+
 fn line(row: &Row) -> Vec<String> {
     let mode = match row.modes {
         modes if modes == BOTH => "both",
         [Mode::Staged] => "staged",
         _ => "streamed",
     };
-    let found = |index: usize| each(&row.expected, |verdict| verdict.found[index].to_owned());
     vec![
         mode.to_owned(),
         row.made_in.to_owned(),
         said(row),
-        each(&row.expected, |verdict: &Verdict| verdict.code.to_string()),
-        each(&row.expected, |verdict: &Verdict| verdict.phase.to_owned()),
-        found(0),
-        found(1),
+        each(&row.expected, |verdict| verdict.code.to_string()),
+        each(&row.expected, |verdict| verdict.phase.to_owned()),
+        each(&row.expected, |verdict| verdict.found.join(", ")),
     ]
 }
 

@@ -2,7 +2,7 @@
 
 use super::Call::{Answers, Death, Denies, Pretends};
 use super::RequestFault::{AnswerLost, Refused};
-use super::{BOTH, Call, STREAMED};
+use super::{BOTH, Call, RequestFault, STREAMED};
 use super::{
     Command, Criu, CriuDenies, CriuFails, CriuPretends, Driver, Request, Row, Site, Verdict, done,
     ends, row, site, untold,
@@ -185,14 +185,14 @@ fn requests() -> Vec<Row> {
         (BOTH, "rebuild", unmade, &REBUILD),
         (STREAMED, "rebuild", unmade, &REBUILD_GPUS),
     ] {
-        for site in sites {
-            for (fault, verdict) in [(Refused, verdict), (AnswerLost, BACK)] {
-                rows.push(Row {
-                    made_in,
-                    ..row(modes, Request(*site, fault), verdict)
-                });
-            }
-        }
+        let made = |modes, fault: RequestFault, verdict| {
+            let requests = sites.iter().map(move |site| Request(*site, fault));
+            let rows = requests.map(move |fault| row(modes, fault, verdict));
+            rows.map(move |row| Row { made_in, ..row })
+        };
+        rows.extend(made(modes, Refused, verdict));
+        // As in a save.
+        rows.extend(made(STREAMED, AnswerLost, BACK));
     }
     // What cannot be deleted ages.
     rows.push(Row {

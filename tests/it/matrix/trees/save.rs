@@ -2,7 +2,7 @@
 
 use super::Call::{Answers, Death, Denies, Pretends};
 use super::RequestFault::{AnswerLost, AnswersLost, Refused, Unreachable};
-use super::{BOTH, STAGED, STREAMED};
+use super::{BOTH, RequestFault, STAGED, STREAMED};
 use super::{
     Command, Criu, CriuDenies, CriuFails, CriuFault, CriuPretends, Driver, Request, Row, Site,
     Verdict, done, ends, row, site, untold,
@@ -496,21 +496,14 @@ fn requests() -> Vec<Row> {
             &[TREE_TABLE, FILES, MANIFEST, COMMIT],
         ),
     ] {
-        for site in sites {
-            rows.push(Row {
-                made_in,
-                ..row(modes, Request(*site, Refused), verdict)
-            });
-            // Up to the dump both ways are one.
-            let modes = match made_in {
-                "prepare" => STREAMED,
-                _ => modes,
-            };
-            rows.push(Row {
-                made_in,
-                ..row(modes, Request(*site, AnswerLost), ENDED)
-            });
-        }
+        let made = |modes, fault: RequestFault, verdict| {
+            let requests = sites.iter().map(move |site| Request(*site, fault));
+            let rows = requests.map(move |fault| row(modes, fault, verdict));
+            rows.map(move |row| Row { made_in, ..row })
+        };
+        rows.extend(made(modes, Refused, verdict));
+        // The requests are made and settled alike in both ways, so one of them stands for both.
+        rows.extend(made(STREAMED, AnswerLost, ENDED));
     }
     let sealing = [
         // Whether it is sealed is not known, so that it must not be completed.
@@ -520,6 +513,7 @@ fn requests() -> Vec<Row> {
         row(STREAMED, Request(SEAL, AnswersLost), ENDED),
     ];
     let committing = [
+        row(STAGED, Request(COMMIT, AnswerLost), ENDED),
         row(BOTH, Request(MANIFEST, AnswersLost), back("commit")),
         row(BOTH, Request(COMMIT, Unreachable), unknown),
         row(BOTH, Request(COMMIT, AnswersLost), unknown),
