@@ -56,7 +56,7 @@ use crate::target::{Target, TargetError};
 use crate::watchdog;
 use crate::writer::random_hex;
 use attempt::{Attempt, Planned};
-use commit::{Captured, commit, write_tables};
+use commit::{Captured, CommitFailed, commit, write_tables};
 pub(crate) use drill::{lock_and_unlock, small_image};
 use memory::Memory;
 pub(crate) use memory::plan;
@@ -571,9 +571,11 @@ fn save(
         slowest_stage,
     } = match (kept, spill) {
         (Ok(kept), _) => kept,
-        // What another writer has is not ours to keep, and what the driver did not give once it does not give again.
+        // What another writer has is not ours to keep, what was given up cannot be resumed, and what the driver did not give once it does not give again.
         (Err(failure), Some(spill))
-            if failure.code != ExitCode::Fenced && !is_the_drivers(failure.cause.as_ref()) =>
+            if failure.code != ExitCode::Fenced
+                && !is_no_image_ever(failure.cause.as_ref())
+                && !is_the_drivers(failure.cause.as_ref()) =>
         {
             clock.enter(Phase::Spill);
             let sealed = spill.seal(session, driver, target, around.attempt, &begun, &mut memory);
@@ -685,6 +687,12 @@ fn keep(
         stages,
         slowest_stage,
     })
+}
+
+/// Whether the attempt was given up in the log.
+fn is_no_image_ever(cause: &(dyn Error + Send + Sync + 'static)) -> bool {
+    let error = cause.downcast_ref::<CommitFailed>();
+    error.is_some_and(CommitFailed::is_given_up)
 }
 
 /// Whether the copies failed.

@@ -6,15 +6,20 @@
 //! A save under way is waited for because its image would be newer than all that can be restored now: at most as long as it said that it may need, by our own clock from the first look at it, and not at all if its saver is known to be dead. Whoever
 //! opens the job afterwards has fenced it.
 
+pub(crate) mod proof;
+
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::config::JobName;
+use crate::config::{JobName, StoreConfig};
 use crate::error::ExitCode;
 use crate::job_log::{AppendError, Entry, JobLog, LogError, SavingEntry, append};
 use crate::session::{Interrupted, code_before_begin};
-use crate::store::Store;
+use crate::store::{Store, StoreError};
+
+use proof::Ground;
+pub use proof::ProofError;
 
 /// Pause between two looks at the log.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -62,6 +67,9 @@ pub enum OwnershipError {
     /// The log cannot be read.
     #[error("the job's log cannot be read")]
     Log(#[from] LogError),
+    /// The store does not order the job's writers.
+    #[error(transparent)]
+    Order(#[from] ProofError),
     /// The job was not opened.
     #[error("the job was not opened in its log")]
     Append(#[from] AppendError),
@@ -77,6 +85,7 @@ impl OwnershipError {
             Self::Busy { .. } | Self::Fenced { .. } => ExitCode::NotOurs,
             Self::Log(LogError::Store { source, .. }) => code_before_begin(source),
             Self::Log(_) => ExitCode::Preflight,
+            Self::Order(error) => error.code(),
             Self::Append(error) => append_code(error),
             Self::Interrupted(_) => ExitCode::RolledBack,
         }
@@ -185,7 +194,19 @@ impl Ownership {
     /// # Errors
     /// [`OwnershipError::Fenced`], [`OwnershipError::Log`].
     pub async fn must_be_ours(&mut self, store: &dyn Store) -> Result<&JobLog, OwnershipError> {
-        self.log.read_on(store, &self.job).await?;
+        let read = self.log.read_on(store, &self.job).await;
+        if let Err(LogError::Store {
+            source: StoreError::Fenced { what, .. },
+            ..
+        }) = read
+        {
+            return Err(OwnershipError::Fenced {
+                job: self.job.to_string(),
+                slot: self.log.next_slot(),
+                what,
+            });
+        }
+        read?;
         match self.log.opened_by_another(self.next_slot, &self.writer) {
             Some((slot, there)) => Err(OwnershipError::Fenced {
                 job: self.job.to_string(),
@@ -214,6 +235,23 @@ pub async fn open(
     let is_given_up =
         |there: &Entry| matches!(there, Entry::Dropped { attempt, .. } if attempt == writer);
     append(store, job, from_slot, &entry, &is_given_up).await
+}
+
+/// Who is the first to open a job finds out whether the store orders those who come: a log does not begin where it cannot go on.
+///
+/// # Errors
+/// [`OwnershipError::Order`].
+pub(crate) async fn must_begin_in_order(
+    store: &dyn Store,
+    config: &StoreConfig,
+    job: &JobName,
+    log: &JobLog,
+) -> Result<(), OwnershipError> {
+    if log.next_slot() > 1 {
+        return Ok(());
+    }
+    let ground = Ground { store, config, job };
+    Ok(ground.must_order_the_first_writer().await?)
 }
 
 /// The log, once no save of another writer is under way, or once it is not to be waited for.

@@ -573,8 +573,14 @@ impl Work<'_> {
         let store = &*self.session.store;
         match append_dropped(store, job, next_slot, &random_hex::<16>(), attempt).await {
             Ok(_) => {}
-            // It came about after all, and is nobody's to clean up.
-            Err(AppendError::Fenced { .. }) => return Ok(()),
+            // It came about after all, and is nobody's to clean up; or the job is another's, and so is its log.
+            Err(error @ AppendError::Fenced { .. }) => {
+                let log = JobLog::read(store, job).await;
+                return match log.is_ok_and(|log| log.is_image(attempt)) {
+                    true => Ok(()),
+                    false => Err(one_line(&error)),
+                };
+            }
             Err(error) => return Err(one_line(&error)),
         }
         failpoint::pass("recover:dropped");

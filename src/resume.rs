@@ -250,7 +250,12 @@ impl Resuming<'_> {
             _ => None,
         });
         let generation = match known {
-            Some(slot) => slot,
+            // A log of epochs may leave out what it shows; where it is asked to create it, it says so.
+            Some(slot) => append(store, job, slot, &Entry::Image(entry.clone()), &|_there| {
+                false
+            })
+            .await
+            .map_err(|error| ResumeError::Commit(Box::new(error)))?,
             None => {
                 self.given_up = given_up(&log);
                 let older = self.sealed.begun_before(&log);

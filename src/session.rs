@@ -183,9 +183,11 @@ pub struct Interrupted;
 /// What a store error before BEGIN (or in a command that only reads) means to a script: refused for good → fix it; anything else → try later.
 pub fn code_before_begin(error: &StoreError) -> ExitCode {
     match error {
-        StoreError::Refused { .. } | StoreError::Locked { .. } | StoreError::NotFound { .. } => {
-            ExitCode::Preflight
-        }
+        StoreError::Fenced { .. } => ExitCode::NotOurs,
+        StoreError::Refused { .. }
+        | StoreError::Unfit { .. }
+        | StoreError::Locked { .. }
+        | StoreError::NotFound { .. } => ExitCode::Preflight,
         StoreError::GaveUp { source, .. } if matches!(**source, StoreError::Refused { .. }) => {
             ExitCode::Preflight
         }

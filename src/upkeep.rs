@@ -121,6 +121,14 @@ pub enum UpkeepError {
 }
 
 impl UpkeepError {
+    /// It keeps nobody from the next attempt. Of a job that is another's, or a store that is out of reach, that cannot be said.
+    fn is_about_one(&self) -> bool {
+        match (self, self.code()) {
+            (_, ExitCode::RolledBack) | (Self::Drop { .. }, ExitCode::NotOurs) => false,
+            _ => true,
+        }
+    }
+
     fn code(&self) -> ExitCode {
         match self {
             Self::Log(LogError::Store { source, .. }) | Self::Store(source) => {
@@ -199,20 +207,21 @@ fn finish(
 /// One attempt that cannot be tidied does not keep the others from it.
 fn told(attempt: &str, row: Result<AttemptRow, UpkeepError>) -> Result<AttemptRow, UpkeepError> {
     match row {
-        Err(error @ (UpkeepError::Store(_) | UpkeepError::Busy { .. } | UpkeepError::Key(_)))
-            if error.code() != ExitCode::RolledBack =>
-        {
-            Ok(AttemptRow {
-                attempt: attempt.to_owned(),
-                image: None,
-                fate: Fate::Kept,
-                reason: crate::error::one_line(&error),
-                objects: 0,
-                bytes: 0,
-                uploads: 0,
-                failed: true,
-            })
-        }
+        Err(
+            error @ (UpkeepError::Store(_)
+            | UpkeepError::Busy { .. }
+            | UpkeepError::Key(_)
+            | UpkeepError::Drop { .. }),
+        ) if error.is_about_one() => Ok(AttemptRow {
+            attempt: attempt.to_owned(),
+            image: None,
+            fate: Fate::Kept,
+            reason: crate::error::one_line(&error),
+            objects: 0,
+            bytes: 0,
+            uploads: 0,
+            failed: true,
+        }),
         row => row,
     }
 }
@@ -492,7 +501,7 @@ impl<'a> Work<'a> {
         log.read_on(self.store, self.job).await?;
         match appended {
             Ok(_slot) => Ok(true),
-            Err(AppendError::Fenced { .. }) => Ok(false),
+            Err(AppendError::Fenced { .. }) if !was_image && log.is_image(attempt) => Ok(false),
             Err(source) => Err(UpkeepError::Drop {
                 attempt: attempt.to_owned(),
                 source: Box::new(source),

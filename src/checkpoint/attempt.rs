@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use futures::future::{join, join_all, join3, try_join_all};
+use futures::future::{join, join_all, join3};
 
 use super::not_begun;
 use crate::config::JobName;
@@ -17,18 +17,13 @@ use crate::error::{ExitCode, Failure, Phase};
 use crate::failpoint;
 use crate::job_log::{AppendError, SavingEntry, append_dropped, append_saving};
 use crate::journal::{JournalError, Step};
-use crate::manifest::{AttemptClaim, claim_key, contest_key};
+use crate::manifest::claim_key;
+use crate::ownership::proof::{Ground, ProofError};
 use crate::ownership::{self, OwnershipError, WhileSaved, append_code};
 use crate::session::{Session, code_before_begin};
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError, UploadId};
 use crate::target::{Target, TargetError};
-use crate::writer::{ProcessIdentity, claim, random_hex, winners_at_once};
-
-/// Creates at once, of an object that stands there, and of one that does not: stores that turn a second one away may let several at once all be first.
-const LATER_CLAIMS: u64 = 3;
-const CONTESTANTS: usize = 4;
-/// The same once more, when there are connections: then they come closer together.
-const CONTESTANTS_AGAIN: usize = 8;
+use crate::writer::{ProcessIdentity, claim, random_hex};
 
 /// Seconds that a save without a deadline may take: this many, and one for so many bytes of GPU memory.
 const SECONDS_MIN: u64 = 30;
@@ -195,11 +190,10 @@ impl Attempt {
         let free = log.next_slot();
         failpoint::pass("prepare:claimed");
 
-        let order = async {
-            match session.config.store.epoch {
-                None => must_create_once(session, key, &claim).await,
-                Some(_epoch) => must_list(session, key).await,
-            }
+        let ground = Ground {
+            store,
+            config: &session.config.store,
+            job,
         };
         let nonce = self.nonce.as_str();
         let opened = join_all(objects.iter().map(|planned| async move {
@@ -217,8 +211,19 @@ impl Attempt {
                 None => ownership::open(store, job, nonce, free).await,
             }
         };
+        // A log does not begin where it cannot go on.
+        let is_first = free == 1;
+        if is_first {
+            ground.must_order_writers(&claim).await?;
+        }
+        let order = async {
+            match is_first {
+                true => Ok(()),
+                false => ground.must_order_writers(&claim).await,
+            }
+        };
         let (order, opened, log) = join3(order, opened, opening).await;
-        let mut failed = order.err();
+        let mut failed = order.err().map(OpenError::Order);
         for outcome in opened {
             match outcome {
                 Ok(upload) => self.uploads.push(upload),
@@ -268,12 +273,12 @@ impl Attempt {
             next_slot: from_slot,
         })?;
         let (store, job) = (&*session.store, &session.config.job);
-        let again = async {
-            match session.config.store.epoch {
-                None => contest(session, &self.nonce, 2, CONTESTANTS_AGAIN).await,
-                Some(_epoch) => Ok(()),
-            }
+        let ground = Ground {
+            store,
+            config: &session.config.store,
+            job,
         };
+        let again = ground.must_order_writers_again(&self.nonce);
         let (slot, again) = join(append_saving(store, job, from_slot, &saving), again).await;
         self.next_slot = slot? + 1;
         again?;
@@ -339,65 +344,6 @@ impl Attempt {
     }
 }
 
-/// The commit rests on creates, so they are tried, not assumed: of further claims with other bytes every one must be turned away, and of creates at once all but one.
-async fn must_create_once(
-    session: &Session,
-    key: &Key,
-    claim: &AttemptClaim,
-) -> Result<(), OpenError> {
-    let later = try_join_all((1..=LATER_CLAIMS).map(|later| {
-        let other = AttemptClaim {
-            created_ms: claim.created_ms + later,
-            ..claim.clone()
-        };
-        session.store.put_if_absent(key, other.encode().into())
-    }));
-    let contest = contest(session, &claim.attempt, 1, CONTESTANTS);
-    let (later, contest) = join(later, contest).await;
-    if later?.contains(&PutOutcome::Created) {
-        let kind = session.config.store.kind;
-        return Err(OpenError::Unconditional {
-            store: session.store.describe(),
-            known: match kind.lacks_conditional_creates() {
-                true => format!(", as is known of store.kind = {:?}", kind.as_str()),
-                false => String::new(),
-            },
-        });
-    }
-    contest
-}
-
-/// Of creates of one fresh object at once exactly one must win.
-async fn contest(
-    session: &Session,
-    nonce: &str,
-    round: u32,
-    contestants: usize,
-) -> Result<(), OpenError> {
-    let key = Key::of_job(&session.config.job, &contest_key(nonce, round));
-    let key = key.map_err(OpenError::Key)?;
-    match winners_at_once(&*session.store, &key, contestants).await? {
-        1 => Ok(()),
-        winners => Err(OpenError::NotAtomic {
-            store: session.store.describe(),
-            winners,
-            contestants,
-        }),
-    }
-}
-
-/// The order of epochs rests on listings: what stands there must be listed at once.
-async fn must_list(session: &Session, key: &Key) -> Result<(), OpenError> {
-    let listed = session.store.list(key.as_str()).await?;
-    match listed.iter().any(|listed| listed.key == *key) {
-        true => Ok(()),
-        false => Err(OpenError::ListedLate {
-            store: session.store.describe(),
-            key: key.to_string(),
-        }),
-    }
-}
-
 /// Clean-up that takes too long is left to `gc`.
 fn within_limit(session: &Session, cleaning: impl Future<Output = Vec<String>>) -> Vec<String> {
     let done = session.wait(async { tokio::time::timeout(CLEAN_UP_TIMEOUT, cleaning).await });
@@ -427,24 +373,8 @@ enum OpenError {
     GivenUp,
     #[error("{key} is claimed by another save")]
     Claimed { key: String },
-    #[error(
-        "{store} ignores If-None-Match{known}: it overwrote an object that a conditional write must leave alone, so two savers could both commit; \
-         use a store with conditional writes (store.url, store.endpoint), or give every start of the job an epoch (job.epoch, --epoch)"
-    )]
-    Unconditional { store: String, known: String },
-    #[error(
-        "{store} told {winners} of {contestants} that create one object at once that they were first, so two savers could both commit; \
-         use a store whose conditional writes are atomic (store.url, store.endpoint), or give every start of the job an epoch (job.epoch, --epoch)"
-    )]
-    NotAtomic {
-        store: String,
-        winners: usize,
-        contestants: usize,
-    },
-    #[error(
-        "{store} does not list {key}, which was just created: a later start of the job could not be seen; use a store whose listings are fresh, or one with conditional writes (store.url, store.endpoint)"
-    )]
-    ListedLate { store: String, key: String },
+    #[error(transparent)]
+    Order(#[from] ProofError),
 }
 
 impl OpenError {
@@ -453,12 +383,8 @@ impl OpenError {
             Self::Store(error) => code_before_begin(error),
             Self::Ownership(error) => error.code(),
             Self::Announce(error) => append_code(error),
-            Self::Journal(_)
-            | Self::Ourselves(_)
-            | Self::Key(_)
-            | Self::Unconditional { .. }
-            | Self::NotAtomic { .. }
-            | Self::ListedLate { .. } => ExitCode::Preflight,
+            Self::Order(error) => error.code(),
+            Self::Journal(_) | Self::Ourselves(_) | Self::Key(_) => ExitCode::Preflight,
             Self::Claimed { .. } => ExitCode::NotOurs,
             Self::GivenUp => ExitCode::RolledBack,
         }

@@ -38,18 +38,28 @@ pub(super) enum CommitFailed {
         "{key} is not there as it was stored, looked at again after the commit: somebody else writes to, or cleans up, what is this save's; the image is given up"
     )]
     Gone { key: String },
+    #[error(
+        "the image is committed, and what it consists of could not be looked at again, as a job with job.epoch wants it before its memory is let go"
+    )]
+    Unseen(#[source] StoreError),
 }
 
 impl CommitFailed {
     pub(super) fn code(&self) -> ExitCode {
-        let Self::Log(error) = self else {
-            return ExitCode::Lost;
-        };
-        match **error {
-            AppendError::Fenced { .. } => ExitCode::Fenced,
-            AppendError::Unreachable { .. } => ExitCode::CommitUnknown,
+        match self {
+            Self::Log(error) => match **error {
+                AppendError::Fenced { .. } => ExitCode::Fenced,
+                AppendError::Unreachable { .. } => ExitCode::CommitUnknown,
+                _ => ExitCode::Lost,
+            },
+            Self::Unseen(_) => ExitCode::CommitUnknown,
             _ => ExitCode::Lost,
         }
+    }
+
+    /// The attempt is given up, so nothing that is sealed under its name would ever be an image.
+    pub(super) fn is_given_up(&self) -> bool {
+        matches!(self, Self::Gone { .. })
     }
 }
 
@@ -139,6 +149,9 @@ pub(super) fn commit(
     };
     if session.config.store.epoch.is_some() {
         let looked = session.wait(must_stand(session, attempt, &image));
+        if let Err(error @ CommitFailed::Unseen(_)) = looked {
+            return Err(error);
+        }
         if let Err(error) = looked {
             // Nobody is to choose it, and what becomes of the target is decided without it.
             let slot = generation + 1;
@@ -174,7 +187,8 @@ async fn must_stand(
     objects.push((&manifest, manifest_len, None));
     let looks = objects.into_iter().map(|(key, len, etag)| async move {
         let key = Key::of_job(job, key)?;
-        let is_it = store.head(&key).await?.is_some_and(|there| {
+        let there = store.head(&key).await.map_err(CommitFailed::Unseen)?;
+        let is_it = there.is_some_and(|there| {
             let is_same = etag.is_none_or(|tag| there.etag.as_deref() == Some(tag));
             there.len == len && is_same
         });

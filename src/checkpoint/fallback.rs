@@ -21,13 +21,14 @@ use crate::config::OnFailure;
 use crate::driver::{CheckpointingProcess, LockedProcess};
 use crate::error::{ExitCode, Failure, Phase, one_line};
 use crate::failpoint;
-use crate::job_log::JobLog;
+use crate::job_log::{JobLog, LogError};
 use crate::journal::Step;
 use crate::phases::PhaseClock;
 use crate::restore::{self, Ways};
 use crate::resume::upload_sealed;
 use crate::sealed::{NotSealed, Sealed};
 use crate::session::Session;
+use crate::store::StoreError;
 
 /// How long the log may take to say that the job is still ours. A store that has just failed is not waited for.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -184,6 +185,13 @@ fn why_others_have_it(around: Around<'_>) -> Result<(), Option<String>> {
         let reading = JobLog::read(&*session.store_after_begin, &session.config.job);
         tokio::time::timeout(LOOK_TIMEOUT, reading).await
     });
+    if let Ok(Err(LogError::Store {
+        source: StoreError::Fenced { what, .. },
+        ..
+    })) = log
+    {
+        return Err(Some(what));
+    }
     let Ok(Ok(log)) = log else {
         // As long as our own word holds nobody else opens the job, unless somebody insists.
         return match attempt.word_ends {

@@ -459,6 +459,12 @@ impl Run<'_> {
             Some(job) => vec![job],
             None => {
                 let store = StoreConfig::resolve(overrides, raw).map_err(config_failure)?;
+                if let Some(epoch) = store.epoch {
+                    let why = format!(
+                        "epoch {epoch} (job.epoch, --epoch, CKPTSTREAM_EPOCH) is that of one job; name it (job.name, --job), or take the epoch out"
+                    );
+                    return Err(Failure::new(ExitCode::Config, Phase::Config, why));
+                }
                 self.jobs(&store)?
             }
         };

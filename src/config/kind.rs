@@ -134,6 +134,14 @@ impl StoreKind {
         matches!(self, Self::Gcs | Self::Garage)
     }
 
+    /// The same in words, behind what it did; nothing of a kind of which it is not known.
+    pub(crate) fn known_to_lack_conditional_creates(self) -> String {
+        match self.lacks_conditional_creates() {
+            true => format!(", as is known of store.kind = {:?}", self.as_str()),
+            false => String::new(),
+        }
+    }
+
     /// As it is written in `store.kind`.
     pub fn as_str(self) -> &'static str {
         let word = Self::WORDS.iter().find(|(_, kind)| *kind == self);

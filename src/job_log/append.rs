@@ -137,24 +137,23 @@ pub async fn append(
     loop {
         let failed = |source: StoreError| {
             let job = job.to_string();
-            if let StoreError::Fenced { what, .. } = source {
-                AppendError::Fenced {
+            match source {
+                StoreError::Fenced { what, .. } => AppendError::Fenced {
                     job,
                     generation,
                     what,
-                }
-            } else if source.is_outcome_unknown() {
-                AppendError::Unreachable {
+                },
+                StoreError::Unfit { what, .. } => AppendError::Unfit { job, what },
+                source if source.is_outcome_unknown() => AppendError::Unreachable {
                     job,
                     generation,
                     source,
-                }
-            } else {
-                AppendError::Refused {
+                },
+                source => AppendError::Refused {
                     job,
                     generation,
                     source,
-                }
+                },
             }
         };
         let key = slot_key(job, generation).map_err(|error| unfit(job, &error))?;
@@ -246,6 +245,15 @@ async fn read_taken_slot(
             what: "the store says that the entry exists but does not show it".to_owned(),
             source: None,
         })),
+        // An entry of ours that stands there would have been shown.
+        Err(LogError::Store {
+            source: StoreError::Fenced { what, .. },
+            ..
+        }) => Err(AppendError::Fenced {
+            job: job.to_string(),
+            generation,
+            what,
+        }),
         Err(LogError::Store { source, .. }) => Err(unseen(source)),
         Err(error) => Err(unfit(job, &error)),
     }

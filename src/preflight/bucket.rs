@@ -323,7 +323,7 @@ impl Looking<'_> {
                 )),
                 (PutOutcome::Created, None) => CONDITIONAL.wrong(format!(
                     "the store ignores If-None-Match{}: it overwrote an object that a conditional write must leave alone",
-                    known_to_lack_it(self.session)
+                    self.session.config.store.kind.known_to_lack_conditional_creates()
                 )),
             });
         }
@@ -615,15 +615,6 @@ impl Looking<'_> {
         if self.ask(&DELETE, deleting).await.is_some() {
             self.checks.push(DELETE.ok("what was written is removed"));
         }
-    }
-}
-
-/// In words, of a kind of store that is known to have no conditional creates.
-fn known_to_lack_it(session: &Session) -> String {
-    let kind = session.config.store.kind;
-    match kind.lacks_conditional_creates() {
-        true => format!(", as is known of store.kind = {:?}", kind.as_str()),
-        false => String::new(),
     }
 }
 

@@ -16,8 +16,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -28,20 +27,34 @@ use super::{
     Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
     Store, StoreError, UploadId,
 };
+use crate::error::one_line;
 use crate::writer::{ProcessIdentity, random_hex};
 
 /// Highest epoch: sixteen digits in the key.
 pub const EPOCH_MAX: u64 = 9_999_999_999_999_999;
 
+/// Digits of epochs and of entries in keys.
+const EPOCH_DIGITS: usize = 16;
+const ENTRY_DIGITS: usize = 8;
+
+/// Most entries of one epoch.
+const ENTRIES_MAX: u64 = 99_999_999;
+
 /// Version of what stands there besides the entries.
 const FORMAT: u32 = 1;
 
-/// Most bytes of a writer or a base: thousands of epochs.
+/// Most bytes of a writer or a base: that of more than ten thousand epochs.
 const LEN_MAX: usize = 256 << 10;
 
-/// How often, and how far apart, a later epoch is asked for its base.
+/// How often, and how far apart, a later epoch is asked for its base: together longer than one takes that is not held up between its two requests.
 const LOOKS: u32 = 20;
 const LOOK_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 250 });
+
+/// How often a log that lacks something is listed before that counts. A listing of many pages may have been overtaken.
+const GAP_LOOKS: u32 = 3;
+
+/// Writers of one epoch that are read at once.
+const READS: usize = 16;
 
 /// See the module.
 #[derive(Debug)]
@@ -50,16 +63,16 @@ pub struct Epochs {
     epoch: Option<u64>,
     /// Ours, in keys.
     nonce: String,
-    /// Ours, to others. `None` where we cannot look at ourselves.
-    by: Option<ProcessIdentity>,
+    /// Ours, to others; or why we do not know.
+    by: Result<ProcessIdentity, String>,
     logs: Mutex<HashMap<String, Arc<Log>>>,
 }
 
 /// What is known of one job's log.
 #[derive(Debug, Default)]
 struct Log {
-    /// It is an ordinary one, and stays so.
-    is_plain: AtomicBool,
+    /// What it is, and stays.
+    kind: OnceLock<Kind>,
     state: tokio::sync::Mutex<State>,
 }
 
@@ -67,18 +80,34 @@ struct Log {
 struct State {
     /// The last look, and when it was begun.
     seen: Option<(Instant, Arc<Seen>)>,
+    /// The last one at which no later epoch had been begun without its base: what it has stays for ever.
+    decided: Option<Arc<Seen>>,
+    /// An epoch that was waited for, and has not said what counts.
+    silent: Option<u64>,
     /// By their keys. They never change.
     bases: HashMap<Key, Base>,
+    /// Ours, as it was sent first: whatever becomes of a request, there is one base of ours.
+    base: Option<(Key, Bytes)>,
     /// The epoch is ours.
     is_taken: bool,
+    /// An entry of ours that may stand.
+    pending: Option<Pending>,
+}
+
+/// An entry that was sent, or is about to be.
+#[derive(Debug, Clone)]
+struct Pending {
+    slot: u64,
+    entry: u64,
+    place: Key,
+    body: Bytes,
 }
 
 /// Which kind of log a job has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Plain,
-    /// None so far.
-    Nothing,
-    ByEpoch(Arc<Seen>),
+    ByEpoch,
 }
 
 /// A log as it was listed.
@@ -111,10 +140,6 @@ struct Base {
 }
 
 impl Seen {
-    fn is_empty(&self) -> bool {
-        self.epochs.is_empty()
-    }
-
     /// The last epoch that somebody writes in.
     fn newest(&self) -> Option<(u64, &Epoch)> {
         let mut epochs = self.epochs.iter().rev();
@@ -122,34 +147,40 @@ impl Seen {
         Some((*number, epoch))
     }
 
+    /// The last epoch that somebody writes in, if it is later than this one.
+    fn later_than(&self, epoch: u64) -> Option<(u64, &Epoch)> {
+        self.newest().filter(|(newest, _)| *newest > epoch)
+    }
+
+    /// The last epoch of the chain.
+    fn last(&self) -> Option<u64> {
+        self.chain.last().map(|(last, _)| *last)
+    }
+
+    /// The epoch that has begun, and has not said yet what of the others counts.
+    fn undecided(&self) -> Option<u64> {
+        let (newest, _) = self.newest()?;
+        self.last()
+            .is_none_or(|last| last < newest)
+            .then_some(newest)
+    }
+
     fn len(&self) -> u64 {
         self.chain.iter().map(|(_, count)| count).sum()
     }
 
-    /// Where an entry of the log stands.
-    fn key(&self, slot: u64) -> Result<Option<&Key>, StoreError> {
+    /// Where an entry of the log stands: its epoch, its number there, its key.
+    fn place(&self, slot: u64) -> Option<(u64, u64, &Key)> {
         let mut before = 0;
         for (number, count) in &self.chain {
-            if slot - before > *count {
-                before += count;
-                continue;
+            let entry = slot.checked_sub(before).filter(|entry| *entry > 0)?;
+            if entry <= *count {
+                let keys = self.epochs.get(number)?.entries.get(&entry)?;
+                return Some((*number, entry, keys.first()?));
             }
-            let epoch = self.epochs.get(number);
-            let there = epoch.and_then(|epoch| epoch.entries.get(&(slot - before)));
-            return one_of(there.map_or(&[], Vec::as_slice));
+            before += count;
         }
-        Ok(None)
-    }
-
-    /// The entry of this slot, if a writer of this nonce made it in this epoch: its number there, and its key.
-    fn own(&self, epoch: u64, slot: u64, nonce: &str) -> Option<(u64, Key)> {
-        let entries = &self.epochs.get(&epoch)?.entries;
-        let ending = format!("-{nonce}.json");
-        entries.iter().find_map(|(entry, keys)| {
-            let is_there = self.slot(epoch, *entry) == Some(slot);
-            let key = keys.iter().find(|key| key.as_str().ends_with(&ending))?;
-            is_there.then(|| (*entry, key.clone()))
-        })
+        None
     }
 
     /// Whether the k-th entry of an epoch counts, and at which place.
@@ -163,64 +194,90 @@ impl Seen {
         }
         None
     }
+
+    /// What keeps the log from being read, if anything does.
+    fn flaw(&self, job: &str) -> Option<String> {
+        let last = self.last();
+        for (number, epoch) in &self.epochs {
+            // Who writes an entry has written its base before.
+            let is_behind = last.is_none_or(|last| *number > last);
+            if is_behind && !epoch.entries.is_empty() {
+                let folder = folder(job, *number);
+                return Some(format!("{folder} has entries, and no base"));
+            }
+        }
+        for (number, count) in &self.chain {
+            let there = self.epochs.get(number).map(|epoch| &epoch.entries);
+            let listed = there.into_iter().flat_map(|there| there.range(..=*count));
+            let mut expected = 1;
+            for (entry, keys) in listed {
+                if let [first, second, ..] = keys.as_slice() {
+                    return Some(two(first, second));
+                }
+                if *entry != expected {
+                    break;
+                }
+                expected += 1;
+            }
+            if expected <= *count {
+                let folder = folder(job, *number);
+                return Some(format!(
+                    "{folder} lacks its entry {expected} of {count}; exclude log/ from lifecycle rules"
+                ));
+            }
+        }
+        None
+    }
 }
 
-/// The only one of them.
-fn one_of(keys: &[Key]) -> Result<Option<&Key>, StoreError> {
-    match keys {
-        [] => Ok(None),
-        [key] => Ok(Some(key)),
-        [first, second, ..] => Err(StoreError::Refused {
-            operation: "ListObjectsV2",
-            key: first.to_string(),
-            code: format!("{second} stands in the same place: two writers had one epoch"),
-            advice: "; delete the one that is not to count, and give every start of the job an epoch of its own (job.epoch, --epoch)".to_owned(),
-        }),
-    }
+fn two(first: &Key, second: &Key) -> String {
+    format!(
+        "{first} and {second} stand in one place: two writers had one epoch; delete the one that is not to count, and give every start of the job an epoch of its own (job.epoch, --epoch)"
+    )
 }
 
 /// The job and the number of an entry of a log.
 fn slot_of(key: &Key) -> Option<(&str, u64)> {
     let (job, name) = key.as_str().split_once("/log/")?;
-    let digits = name.strip_suffix(".json")?;
-    let is_slot = digits.len() == 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
-    let slot = digits.parse().ok().filter(|slot| is_slot && *slot > 0)?;
-    (!job.contains('/')).then_some((job, slot))
+    let slot = number(name.strip_suffix(".json")?, ENTRY_DIGITS)?;
+    (slot > 0 && !job.contains('/')).then_some((job, slot))
+}
+
+/// A number of so many digits.
+fn number(text: &str, digits: usize) -> Option<u64> {
+    let is_one = text.len() == digits && text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|_| is_one)
 }
 
 /// A key that is legal because the job's own keys are.
-fn key_of(text: String, of: &Key) -> Result<Key, StoreError> {
-    Key::new(&text).map_err(|error| StoreError::Mismatch {
-        operation: "PutObject",
-        key: of.to_string(),
-        what: error.to_string(),
-    })
+fn key_of(text: String) -> Key {
+    Key::new(&text).expect("digits and plain words behind a legal key are legal")
 }
 
 fn folder(job: &str, epoch: u64) -> String {
-    format!("{job}/log/epoch-{epoch:016}")
+    format!("{job}/log/epoch-{epoch:0EPOCH_DIGITS$}")
 }
 
-/// Sorts what is listed below a log.
+/// Sorts what is listed below a log. What else lies there is not ours.
 fn sorted(job: &str, listed: Vec<Listed>) -> BTreeMap<u64, Epoch> {
     let mut epochs: BTreeMap<u64, Epoch> = BTreeMap::new();
     for Listed { key, .. } in listed {
         let place = key.as_str().strip_prefix(job).and_then(|rest| {
             let (epoch, name) = rest.strip_prefix("/log/epoch-")?.split_once('/')?;
-            Some((epoch.parse().ok()?, name.split_once('-')?.0.to_owned()))
+            let (name, _nonce) = name.strip_suffix(".json")?.split_once('-')?;
+            Some((number(epoch, EPOCH_DIGITS)?, name.to_owned()))
         });
-        let Some((number, name)) = place else {
+        let Some((epoch, name)) = place else {
             continue;
         };
-        let epoch = epochs.entry(number).or_default();
-        match name.as_str() {
-            "writer" => epoch.writers.push(key),
-            "base" => epoch.bases.push(key),
-            digits => {
-                if let Ok(entry) = digits.parse() {
-                    epoch.entries.entry(entry).or_default().push(key);
-                }
+        match (name.as_str(), number(&name, ENTRY_DIGITS)) {
+            ("writer", _) => epochs.entry(epoch).or_default().writers.push(key),
+            ("base", _) => epochs.entry(epoch).or_default().bases.push(key),
+            (_, Some(entry)) if entry > 0 => {
+                let entries = &mut epochs.entry(epoch).or_default().entries;
+                entries.entry(entry).or_default().push(key);
             }
+            _ => {}
         }
     }
     epochs
@@ -233,7 +290,7 @@ impl Epochs {
             inner,
             epoch,
             nonce: random_hex::<8>(),
-            by: ProcessIdentity::ours().ok(),
+            by: ProcessIdentity::ours().map_err(|error| one_line(&error)),
             logs: Mutex::default(),
         }
     }
@@ -243,75 +300,131 @@ impl Epochs {
         Arc::clone(logs.entry(job.to_owned()).or_default())
     }
 
-    /// Which kind of log the job has. What was looked at since `called` is not looked at again.
-    async fn kind(&self, job: &str, of: &Key, called: Instant) -> Result<Kind, StoreError> {
-        let log = self.log(job);
-        if log.is_plain.load(Ordering::Acquire) {
-            return Ok(Kind::Plain);
+    /// Which kind of log the job has, if it has one. What was looked at since `called` is not looked at again.
+    async fn kind(
+        &self,
+        job: &str,
+        log: &Log,
+        called: Instant,
+    ) -> Result<Option<Kind>, StoreError> {
+        if let Some(kind) = log.kind.get() {
+            return Ok(Some(*kind));
         }
         let mut state = log.state.lock().await;
-        if log.is_plain.load(Ordering::Acquire) {
-            return Ok(Kind::Plain);
+        if let Some(kind) = log.kind.get() {
+            return Ok(Some(*kind));
         }
-        let known = state.seen.as_ref();
-        let is_by_epoch = known.is_some_and(|(_, seen)| !seen.is_empty());
-        let fresh = known.filter(|(begun, _)| *begun >= called);
-        let seen = match fresh.map(|(_, seen)| Arc::clone(seen)) {
-            Some(seen) => seen,
-            None if is_by_epoch => self.look(job, &mut state).await?,
-            None => {
-                let first = key_of(format!("{job}/log/00000001.json"), of)?;
-                let looking = self.look(job, &mut state);
-                let (first, seen) = try_join(self.inner.head(&first), looking).await?;
-                if first.is_some() {
-                    log.is_plain.store(true, Ordering::Release);
-                    return Ok(Kind::Plain);
-                }
-                seen
+        let seen = state.seen.as_ref();
+        if seen.is_some_and(|(begun, seen)| *begun >= called && seen.epochs.is_empty()) {
+            return Ok(None);
+        }
+        let first = key_of(format!("{job}/log/00000001.json"));
+        let is_plain = self.is_there(&first).await?;
+        if is_plain && self.epoch.is_none() {
+            return Ok(Some(*log.kind.get_or_init(|| Kind::Plain)));
+        }
+        let is_by_epoch = !self.look(job, &mut state).await?.epochs.is_empty();
+        let kind = match (is_plain, is_by_epoch) {
+            (true, true) => {
+                let what = format!(
+                    "the job has two logs, {first} and {job}/log/epoch-*: it was saved with job.epoch and without; delete the one that is not to count, or give the job another name"
+                );
+                return Err(unfit("GetObject", &first, what));
             }
+            (true, false) => Kind::Plain,
+            (false, true) => Kind::ByEpoch,
+            (false, false) => return Ok(None),
         };
-        Ok(match seen.is_empty() {
-            true => Kind::Nothing,
-            false => Kind::ByEpoch(seen),
-        })
+        Ok(Some(*log.kind.get_or_init(|| kind)))
+    }
+
+    /// By a read, not by a look: what is wrong with a request stands in the answer's body, which a look does not have.
+    async fn is_there(&self, key: &Key) -> Result<bool, StoreError> {
+        match self.inner.get(key, LEN_MAX).await {
+            Ok(there) => Ok(there.is_some()),
+            Err(StoreError::Mismatch { .. }) => Ok(true),
+            Err(error) => Err(error),
+        }
     }
 
     /// Lists a log.
     async fn look(&self, job: &str, state: &mut State) -> Result<Arc<Seen>, StoreError> {
-        let begun = Instant::now();
-        let epochs = sorted(job, self.inner.list(&format!("{job}/log/epoch-")).await?);
-        let mut based = epochs.iter().rev();
-        let chain = match based.find(|(_, epoch)| !epoch.bases.is_empty()) {
-            None => Vec::new(),
-            Some((number, epoch)) => {
-                let mut chain = match one_of(&epoch.bases)? {
-                    Some(base) => self.base(base, state).await?.after,
-                    None => Vec::new(),
-                };
-                let last = epoch.entries.last_key_value();
-                chain.push((*number, last.map_or(0, |(last, _)| *last)));
-                chain
+        let mut looks = 0;
+        loop {
+            let begun = Instant::now();
+            let seen = Arc::new(self.list_once(job, state).await?);
+            looks += 1;
+            if let Some(flaw) = seen.flaw(job) {
+                if looks < GAP_LOOKS {
+                    tokio::time::sleep(LOOK_PAUSE).await;
+                    continue;
+                }
+                let log = key_of(format!("{job}/log"));
+                return Err(unfit("ListObjectsV2", &log, flaw));
             }
-        };
-        for (number, count) in &chain {
-            let entries = epochs.get(number).map(|epoch| &epoch.entries);
-            for (_, keys) in entries.into_iter().flat_map(|all| all.range(..=*count)) {
-                one_of(keys)?;
+            if seen.undecided().is_none() {
+                state.decided = Some(Arc::clone(&seen));
             }
+            state.seen = Some((begun, Arc::clone(&seen)));
+            return Ok(seen);
         }
-        let seen = Arc::new(Seen { epochs, chain });
-        state.seen = Some((begun, Arc::clone(&seen)));
+    }
+
+    async fn list_once(&self, job: &str, state: &mut State) -> Result<Seen, StoreError> {
+        let listed = self.inner.list(&format!("{job}/log/epoch-")).await?;
+        let epochs = sorted(job, listed);
+        let mut based = epochs.iter().rev();
+        let mut chain = Vec::new();
+        if let Some((number, epoch)) = based.find(|(_, epoch)| !epoch.bases.is_empty()) {
+            if let [first, second, ..] = epoch.bases.as_slice() {
+                return Err(unfit("ListObjectsV2", first, two(first, second)));
+            }
+            for base in &epoch.bases {
+                chain = self.base(base, *number, state).await?.after;
+            }
+            let last = epoch.entries.last_key_value();
+            chain.push((*number, last.map_or(0, |(last, _)| *last)));
+        }
+        Ok(Seen { epochs, chain })
+    }
+
+    /// Looks until a later epoch has said what counts, or has been silent for too long; what was looked at since `called` is not looked at again.
+    async fn look_for_reading(
+        &self,
+        job: &str,
+        state: &mut State,
+        called: Instant,
+    ) -> Result<Arc<Seen>, StoreError> {
+        let fresh = state.seen.as_ref().filter(|(begun, _)| *begun >= called);
+        let mut seen = match fresh.map(|(_, seen)| Arc::clone(seen)) {
+            Some(seen) => seen,
+            None => self.look(job, state).await?,
+        };
+        for _ in 1..LOOKS {
+            let silent = seen
+                .undecided()
+                .filter(|epoch| state.silent != Some(*epoch));
+            if silent.is_none() {
+                return Ok(seen);
+            }
+            tokio::time::sleep(LOOK_PAUSE).await;
+            seen = self.look(job, state).await?;
+        }
+        state.silent = seen.undecided();
         Ok(seen)
     }
 
-    async fn base(&self, key: &Key, state: &mut State) -> Result<Base, StoreError> {
+    async fn base(&self, key: &Key, epoch: u64, state: &mut State) -> Result<Base, StoreError> {
         if let Some(base) = state.bases.get(key) {
             return Ok(base.clone());
         }
         let base: Base = self.read(key).await?;
         let rises = base.after.windows(2).all(|pair| pair[0].0 < pair[1].0);
-        if base.format != FORMAT || !rises {
-            return Err(not_ours_to_read(key, "it is of another format"));
+        let is_before = base.after.last().is_none_or(|(last, _)| *last < epoch);
+        let is_one = base.after.iter().all(|(_, count)| *count <= ENTRIES_MAX);
+        if base.format != FORMAT || !rises || !is_before || !is_one {
+            let what = "it is no base that this version knows".to_owned();
+            return Err(unfit("GetObject", key, what));
         }
         state.bases.insert(key.clone(), base.clone());
         Ok(base)
@@ -319,21 +432,20 @@ impl Epochs {
 
     /// What stands beside the entries, and is never changed.
     async fn read<T: for<'de> Deserialize<'de>>(&self, key: &Key) -> Result<T, StoreError> {
-        let bytes = self.inner.get(key, LEN_MAX).await?;
-        let bytes = bytes.ok_or_else(|| StoreError::Transient {
-            operation: "GetObject",
-            key: key.to_string(),
-            what: "it is listed, and not shown".to_owned(),
-            source: None,
-        })?;
-        serde_json::from_slice(&bytes).map_err(|error| not_ours_to_read(key, &error.to_string()))
-    }
-
-    async fn write(&self, key: &Key, what: &impl Serialize) -> Result<(), StoreError> {
-        let bytes = serde_json::to_vec_pretty(what).expect("numbers and text are always JSON");
-        // Nobody else has this key: who is told that it exists has written it.
-        self.inner.put_if_absent(key, bytes.into()).await?;
-        Ok(())
+        let bytes = match self.inner.get(key, LEN_MAX).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => {
+                return Err(StoreError::Transient {
+                    operation: "GetObject",
+                    key: key.to_string(),
+                    what: "it is listed, and not shown".to_owned(),
+                    source: None,
+                });
+            }
+            Err(StoreError::Mismatch { what, .. }) => return Err(unfit("GetObject", key, what)),
+            Err(error) => return Err(error),
+        };
+        serde_json::from_slice(&bytes).map_err(|error| unfit("GetObject", key, error.to_string()))
     }
 
     /// Becomes the writer of the epoch.
@@ -344,70 +456,116 @@ impl Epochs {
         of: &Key,
         state: &mut State,
     ) -> Result<(), StoreError> {
-        let Some(by) = self.by.clone() else {
-            return Err(transient(
-                of,
-                "this process cannot be told from others".to_owned(),
-            ));
-        };
+        let by = self
+            .by
+            .as_ref()
+            .map_err(|why| unfit("PutObject", of, why.clone()))?;
         let folder = folder(job, epoch);
-        let ours = key_of(format!("{folder}/writer-{}.json", self.nonce), of)?;
-        let writer = Writer { format: FORMAT, by };
-        self.write(&ours, &writer).await?;
+        let ours = key_of(format!("{folder}/writer-{}.json", self.nonce));
+        let writer = encode(&Writer {
+            format: FORMAT,
+            by: by.clone(),
+        });
+        self.inner.put_if_absent(&ours, writer).await?;
         let seen = self.look(job, state).await?;
-        if let Some(why) = self.who_else(epoch, &ours, &writer.by, &seen).await? {
-            // It must not keep others from what we did not get; that it stays is no harm to them where we are known to have ended.
-            if let Err(error) = self.inner.delete(&ours).await {
-                tracing::debug!("{ours} stays: {}", crate::error::one_line(&error));
+        let others = self.other_writers(epoch, &ours, &seen).await?;
+        let alive = others.iter().find(|(_, who)| match who {
+            Some(who) => who != by && !who.is_known_dead(),
+            None => true,
+        });
+        let why = match (seen.later_than(epoch), alive) {
+            (Some((newest, writers)), _) => self.later(epoch, newest, writers).await,
+            (None, Some((key, who))) => {
+                let who = match who {
+                    Some(who) => format!("{}, which is not known to have ended", named(who)),
+                    None => format!("whoever wrote {key}, which this version cannot read"),
+                };
+                format!(
+                    "epoch {epoch} belongs to {who}, and is asked for by {}; give every start of the job an epoch of its own (job.epoch, --epoch)",
+                    named(by)
+                )
             }
-            return Err(fenced(of, why));
+            (None, None) => {
+                let is_based = seen
+                    .epochs
+                    .get(&epoch)
+                    .is_some_and(|it| !it.bases.is_empty());
+                if !is_based {
+                    self.put_base(&folder, of, &seen, state).await?;
+                }
+                state.is_taken = true;
+                // Of those that have ended nothing is to be known any more.
+                for (key, _) in &others {
+                    if let Err(error) = self.inner.delete(key).await {
+                        tracing::debug!("{key} stays: {}", one_line(&error));
+                        break;
+                    }
+                }
+                return Ok(());
+            }
+        };
+        // It must not keep others from what we did not get; that it stays is no harm to them where we are known to have ended.
+        if let Err(error) = self.inner.delete(&ours).await {
+            tracing::debug!("{ours} stays: {}", one_line(&error));
         }
-        let there = seen.epochs.get(&epoch);
-        if there.is_none_or(|there| there.bases.is_empty()) {
-            let base = Base {
+        Err(fenced(of, why))
+    }
+
+    /// Says what comes before the entries of our epoch: all that is there by now.
+    async fn put_base(
+        &self,
+        folder: &str,
+        of: &Key,
+        seen: &Seen,
+        state: &mut State,
+    ) -> Result<(), StoreError> {
+        let (key, body) = state.base.get_or_insert_with(|| {
+            let counted = seen.chain.iter().filter(|(_, count)| *count > 0);
+            let body = encode(&Base {
                 format: FORMAT,
-                after: seen.chain.clone(),
-            };
-            let key = key_of(format!("{folder}/base-{}.json", self.nonce), of)?;
-            self.write(&key, &base).await?;
+                after: counted.copied().collect(),
+            });
+            (key_of(format!("{folder}/base-{}.json", self.nonce)), body)
+        });
+        if body.len() > LEN_MAX {
+            let what = format!(
+                "the job's log has {} epochs, whose order takes more than {LEN_MAX} bytes; give the job another name",
+                seen.chain.len()
+            );
+            return Err(unfit("PutObject", of, what));
         }
-        state.is_taken = true;
+        self.inner.put_if_absent(key, body.clone()).await?;
         Ok(())
     }
 
-    /// Why the epoch cannot be ours, if it cannot.
-    async fn who_else(
+    /// Who else is a writer of the epoch, as far as that can be read.
+    async fn other_writers(
         &self,
         epoch: u64,
         ours: &Key,
-        by: &ProcessIdentity,
         seen: &Seen,
-    ) -> Result<Option<String>, StoreError> {
-        if let Some((newest, writers)) = seen.newest()
-            && newest > epoch
-        {
-            return Ok(Some(self.later(epoch, newest, writers).await));
-        }
+    ) -> Result<Vec<(Key, Option<ProcessIdentity>)>, StoreError> {
         let there = seen.epochs.get(&epoch);
         let others = there.map_or(&[][..], |there| &there.writers);
-        let others = others.iter().filter(|key| *key != ours);
-        let read = try_join_all(others.map(|key| async move {
-            // Who does not get the epoch takes its word back.
-            let bytes = self.inner.get(key, LEN_MAX).await?;
-            Ok::<_, StoreError>(bytes.map(|bytes| serde_json::from_slice::<Writer>(&bytes)))
-        }));
-        for other in read.await?.into_iter().flatten() {
-            let who = match other {
-                Ok(other) if other.by == *by || other.by.is_known_dead() => continue,
-                Ok(other) => named(&other.by),
-                Err(_not_known) => "a writer that this version cannot read".to_owned(),
-            };
-            return Ok(Some(format!(
-                "epoch {epoch} belongs to {who}, which is not known to have ended, and is asked for by {}; give every start of the job an epoch of its own (job.epoch, --epoch)",
-                named(by)
-            )));
+        let others: Vec<Key> = others.iter().filter(|key| *key != ours).cloned().collect();
+        let mut found = Vec::new();
+        for some in others.chunks(READS) {
+            let reads: Vec<_> = some.iter().map(|key| self.writer(key)).collect();
+            found.extend(try_join_all(reads).await?.into_iter().flatten());
         }
-        Ok(None)
+        Ok(found)
+    }
+
+    /// Whose word that is; `None` of who has taken it back, because it did not get the epoch.
+    async fn writer(
+        &self,
+        key: &Key,
+    ) -> Result<Option<(Key, Option<ProcessIdentity>)>, StoreError> {
+        let bytes = self.inner.get(key, LEN_MAX).await?;
+        Ok(bytes.map(|bytes| {
+            let writer = serde_json::from_slice::<Writer>(&bytes).ok();
+            (key.clone(), writer.map(|writer| writer.by))
+        }))
     }
 
     /// In words, that a later epoch has begun.
@@ -428,85 +586,136 @@ impl Epochs {
         body: Bytes,
     ) -> Result<PutOutcome, StoreError> {
         let log = self.log(job);
-        let is_plain = log.is_plain.load(Ordering::Acquire)
-            || matches!(self.kind(job, key, Instant::now()).await?, Kind::Plain);
-        if is_plain {
-            return Err(StoreError::Refused {
-                operation: "PutObject",
-                key: key.to_string(),
-                code: "the job's log is one of a store with conditional creates".to_owned(),
-                advice:
-                    "; take job.epoch (--epoch, CKPTSTREAM_EPOCH) out, or give the job another name"
-                        .to_owned(),
-            });
+        if self.kind(job, &log, Instant::now()).await? == Some(Kind::Plain) {
+            let what = "the job's log is one of a store with conditional creates, and goes by no epochs; take job.epoch (--epoch, CKPTSTREAM_EPOCH) out, or give the job another name";
+            return Err(unfit("PutObject", key, what.to_owned()));
         }
         let mut state = log.state.lock().await;
         if !state.is_taken {
             self.take(job, epoch, key, &mut state).await?;
+            log.kind.get_or_init(|| Kind::ByEpoch);
         }
+        // What was sent before comes first, with the bytes that it had.
+        self.settle((job, epoch), key, &mut state).await?;
         let seen = self.look(job, &mut state).await?;
         if slot <= seen.len() {
-            // Ours may stand there by a request whose answer was lost, and is not said to stand before that is certain.
-            let ours = seen.own(epoch, slot, &self.nonce);
-            if let Some((entry, place)) = ours {
-                self.must_count((job, slot, epoch), entry, &place, key, &mut state)
+            // One of our epoch may be left out by a later one, and is not said to stand before that is certain.
+            if let Some((of, entry, place)) = seen.place(slot)
+                && of == epoch
+                && seen.later_than(epoch).is_some()
+            {
+                let place = place.clone();
+                self.must_count((job, epoch), (slot, entry, &place), key, &mut state)
                     .await?;
             }
             return Ok(PutOutcome::AlreadyExists);
         }
-        if let Some((newest, writers)) = seen.newest()
-            && newest > epoch
-        {
+        if let Some((newest, writers)) = seen.later_than(epoch) {
             return Err(fenced(key, self.later(epoch, newest, writers).await));
         }
         if slot != seen.len() + 1 {
-            let what = format!(
-                "the log ends at {} by now, and ended later before",
-                seen.len()
-            );
+            let end = seen.len();
+            let what = format!("the log ends at {end} by now, and ended later before");
             return Err(transient(key, what));
         }
-        let entries = seen.chain.last().filter(|(last, _)| *last == epoch);
-        let Some((_, entries)) = entries else {
+        let Some((_, entries)) = seen.chain.last().filter(|(last, _)| *last == epoch) else {
             let what = format!("the store does not list the begin of epoch {epoch}");
             return Err(transient(key, what));
         };
         let entry = entries + 1;
-        let place = format!("{}/{entry:08}-{}.json", folder(job, epoch), self.nonce);
-        let place = key_of(place, key)?;
-        self.inner.put_if_absent(&place, body).await?;
-        self.must_count((job, slot, epoch), entry, &place, key, &mut state)
-            .await?;
+        if entry > ENTRIES_MAX {
+            let what = format!(
+                "epoch {epoch} has {ENTRIES_MAX} entries, the most that it can have; start the job in a later one (job.epoch, --epoch)"
+            );
+            return Err(unfit("PutObject", key, what));
+        }
+        let folder = folder(job, epoch);
+        state.pending = Some(Pending {
+            slot,
+            entry,
+            place: key_of(format!(
+                "{folder}/{entry:0ENTRY_DIGITS$}-{}.json",
+                self.nonce
+            )),
+            body,
+        });
+        self.settle((job, epoch), key, &mut state).await?;
         Ok(PutOutcome::Created)
     }
 
-    /// An entry of ours stands, and no later epoch has left it out.
+    /// Sends the entry that may stand, if there is one, until it is certain that it does, or that it never counts. Whatever else comes of it leaves that open.
+    async fn settle(
+        &self,
+        (job, epoch): (&str, u64),
+        key: &Key,
+        state: &mut State,
+    ) -> Result<(), StoreError> {
+        let Some(pending) = state.pending.clone() else {
+            return Ok(());
+        };
+        let Pending {
+            slot,
+            entry,
+            place,
+            body,
+        } = pending;
+        let settling = async {
+            let put = self.inner.put_if_absent(&place, body.clone()).await?;
+            if put == PutOutcome::AlreadyExists {
+                let there = self.inner.get(&place, body.len()).await?;
+                if there.is_none_or(|there| there != body) {
+                    return Err(transient(key, format!("{place} has other bytes than ours")));
+                }
+            }
+            self.must_count((job, epoch), (slot, entry, &place), key, state)
+                .await
+        };
+        let settled = settling.await;
+        match settled {
+            Ok(()) | Err(StoreError::Fenced { .. }) => {
+                state.pending = None;
+                settled
+            }
+            Err(error) if error.is_outcome_unknown() => Err(error),
+            // A refusal of what was asked afterwards says nothing about the entry.
+            Err(error) => Err(StoreError::Transient {
+                operation: "PutObject",
+                key: key.to_string(),
+                what: "it is not known whether the entry counts".to_owned(),
+                source: Some(Box::new(error)),
+            }),
+        }
+    }
+
+    /// An entry of our epoch stands, and no later epoch has left it out.
     async fn must_count(
         &self,
-        (job, slot, epoch): (&str, u64, u64),
-        entry: u64,
-        place: &Key,
+        (job, epoch): (&str, u64),
+        (slot, entry, place): (u64, u64, &Key),
         key: &Key,
         state: &mut State,
     ) -> Result<(), StoreError> {
         for look in 1..=LOOKS {
             let seen = self.look(job, state).await?;
-            let there = seen.epochs.get(&epoch);
-            let there = there.and_then(|there| there.entries.get(&entry));
-            if one_of(there.map_or(&[], Vec::as_slice))? != Some(place) {
-                let what = format!("{place} was just created, and is not listed");
-                return Err(transient(key, what));
-            }
-            let Some((newest, writers)) = seen.newest().filter(|(newest, _)| *newest > epoch)
-            else {
-                return Ok(());
+            let there = seen.slot(epoch, entry);
+            let is_it = seen.place(slot).is_some_and(|(.., key)| key == place);
+            let Some((newest, writers)) = seen.later_than(epoch) else {
+                return match there {
+                    Some(there) if there == slot && is_it => Ok(()),
+                    _ => {
+                        let what = format!("{place} was just created, and is not listed");
+                        Err(transient(key, what))
+                    }
+                };
             };
-            let is_decided = seen.chain.last().is_some_and(|(last, _)| *last == newest);
-            match (is_decided, seen.slot(epoch, entry)) {
-                (true, Some(there)) if there == slot => return Ok(()),
-                (true, _) => return Err(fenced(key, self.later(epoch, newest, writers).await)),
-                (false, _) if look < LOOKS => tokio::time::sleep(LOOK_PAUSE).await,
-                (false, _) => {}
+            if seen.undecided().is_none() {
+                return match there {
+                    Some(there) if there == slot && is_it => Ok(()),
+                    _ => Err(fenced(key, self.later(epoch, newest, writers).await)),
+                };
+            }
+            if look < LOOKS {
+                tokio::time::sleep(LOOK_PAUSE).await;
             }
         }
         let what = "a later epoch has begun, and does not say whether the entry counts";
@@ -518,18 +727,33 @@ impl Epochs {
         let Some((job, slot)) = slot_of(key) else {
             return Ok(Place::Itself);
         };
-        Ok(match self.kind(job, key, Instant::now()).await? {
-            Kind::Plain | Kind::Nothing => Place::Itself,
-            Kind::ByEpoch(seen) => match seen.key(slot)? {
-                Some(key) => Place::There(key.clone()),
-                None => Place::Nowhere,
-            },
+        let called = Instant::now();
+        let log = self.log(job);
+        if self.kind(job, &log, called).await? != Some(Kind::ByEpoch) {
+            return Ok(Place::Itself);
+        }
+        let mut state = log.state.lock().await;
+        if let Some((.., there)) = state.decided.as_ref().and_then(|seen| seen.place(slot)) {
+            return Ok(Place::There(there.clone()));
+        }
+        let seen = self.look_for_reading(job, &mut state, called).await?;
+        if let Some(epoch) = self.epoch.filter(|_| state.is_taken)
+            && let Some((newest, writers)) = seen.later_than(epoch)
+        {
+            return Err(fenced(key, self.later(epoch, newest, writers).await));
+        }
+        Ok(match seen.place(slot) {
+            Some((.., there)) => Place::There(there.clone()),
+            None => Place::Nowhere,
         })
     }
 
-    /// Whether it is where its key says without a look.
-    fn is_itself(&self, key: &Key) -> bool {
-        slot_of(key).is_none_or(|(job, _)| self.log(job).is_plain.load(Ordering::Acquire))
+    /// The kind of the log that the key is of, as far as it is known; what is of no log is where its key says.
+    fn known(&self, key: &Key) -> Option<Kind> {
+        match slot_of(key) {
+            Some((job, _)) => self.log(job).kind.get().copied(),
+            None => Some(Kind::Plain),
+        }
     }
 }
 
@@ -538,6 +762,11 @@ enum Place {
     Itself,
     There(Key),
     Nowhere,
+}
+
+fn encode(what: &impl Serialize) -> Bytes {
+    let bytes = serde_json::to_vec(what).expect("numbers and text are always JSON");
+    bytes.into()
 }
 
 fn transient(key: &Key, what: String) -> StoreError {
@@ -557,12 +786,11 @@ fn fenced(key: &Key, what: String) -> StoreError {
     }
 }
 
-fn not_ours_to_read(key: &Key, what: &str) -> StoreError {
-    StoreError::Refused {
-        operation: "GetObject",
+fn unfit(operation: &'static str, key: &Key, what: String) -> StoreError {
+    StoreError::Unfit {
+        operation,
         key: key.to_string(),
-        code: format!("the order of the log's epochs cannot be read: {what}"),
-        advice: String::new(),
+        what,
     }
 }
 
@@ -570,6 +798,7 @@ fn named(by: &ProcessIdentity) -> String {
     format!("process {} on {}", by.pid, by.host)
 }
 
+#[deny(clippy::missing_trait_methods)]
 impl Store for Epochs {
     fn begin_upload<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<UploadId, StoreError>> {
         self.inner.begin_upload(key)
@@ -616,17 +845,16 @@ impl Store for Epochs {
             if let Some(epoch) = self.epoch {
                 return self.append((job, slot, epoch), key, body).await;
             }
-            match self.kind(job, key, Instant::now()).await? {
-                Kind::Plain | Kind::Nothing => self.inner.put_if_absent(key, body).await,
-                Kind::ByEpoch(seen) => Err(StoreError::Refused {
-                    operation: "PutObject",
-                    key: key.to_string(),
-                    code: format!(
-                        "the job's log goes by epochs, of which the last is {}",
-                        seen.newest().map_or(0, |(newest, _)| newest)
-                    ),
-                    advice: "; set job.epoch (--epoch, CKPTSTREAM_EPOCH)".to_owned(),
-                }),
+            let log = self.log(job);
+            // Who creates an entry has read the log before, and that there was none is remembered.
+            let since = log.state.lock().await.seen.as_ref().map(|(begun, _)| *begun);
+            let kind = self.kind(job, &log, since.unwrap_or_else(Instant::now));
+            match kind.await? {
+                Some(Kind::Plain) | None => self.inner.put_if_absent(key, body).await,
+                Some(Kind::ByEpoch) => {
+                    let what = "the job's log goes by epochs; set job.epoch (--epoch, CKPTSTREAM_EPOCH) to a number above those of the starts before";
+                    Err(unfit("PutObject", key, what.to_owned()))
+                }
             }
         }
         .boxed()
@@ -637,16 +865,20 @@ impl Store for Epochs {
         key: &'a Key,
         len_max: usize,
     ) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        if self.is_itself(key) {
+        let known = self.known(key);
+        if known == Some(Kind::Plain) {
             return self.inner.get(key, len_max);
         }
         async move {
-            // Most are where their keys say, and are not to wait for the answer to that.
-            let itself = self.inner.get(key, len_max);
-            match try_join(self.place(key), itself).await? {
-                (Place::Itself, there) => Ok(there),
-                (Place::There(key), _) => self.inner.get(&key, len_max).await,
-                (Place::Nowhere, _) => Ok(None),
+            let (place, itself) = match known {
+                Some(_) => (self.place(key).await?, None),
+                // Most are where their keys say, and are not to wait for the answer to that.
+                None => try_join(self.place(key), self.inner.get(key, len_max)).await?,
+            };
+            match place {
+                Place::Itself => Ok(itself),
+                Place::There(key) => self.inner.get(&key, len_max).await,
+                Place::Nowhere => Ok(None),
             }
         }
         .boxed()
@@ -662,8 +894,18 @@ impl Store for Epochs {
         self.inner.read_range(key, range, if_match, sink)
     }
 
+    fn get_range<'a>(
+        &'a self,
+        key: &'a Key,
+        range: Range<u64>,
+        if_match: Option<&'a str>,
+        out: &'a mut [u8],
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.inner.get_range(key, range, if_match, out)
+    }
+
     fn head<'a>(&'a self, key: &'a Key) -> BoxFuture<'a, Result<Option<ObjectInfo>, StoreError>> {
-        if self.is_itself(key) {
+        if self.known(key) == Some(Kind::Plain) {
             return self.inner.head(key);
         }
         async move {

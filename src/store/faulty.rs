@@ -37,6 +37,8 @@ pub(crate) enum Fault {
     Overwrites,
     /// The same, and the answer is lost.
     OverwritesLost,
+    /// The answer is lost, and the same happens behind so many further calls.
+    OverwritesLater(u32),
 }
 
 /// Faults in front of a [`MemoryStore`].
@@ -47,6 +49,8 @@ pub(crate) struct Faulty {
     calls: Mutex<HashMap<&'static str, u32>>,
     /// Others come in between, before a call and after it.
     order: Option<Mutex<fastrand::Rng>>,
+    /// Puts that are on their way, and how many calls come before them.
+    on_the_way: Mutex<Vec<(u32, Key, Bytes)>>,
 }
 
 impl Faulty {
@@ -56,6 +60,22 @@ impl Faulty {
             rules: Mutex::default(),
             calls: Mutex::default(),
             order: None,
+            on_the_way: Mutex::default(),
+        }
+    }
+
+    /// What was on its way arrives, of which so many calls were to come first.
+    pub(crate) async fn arrive(&self, calls: u32) {
+        let arrived: Vec<_> = {
+            let mut on_the_way = self.on_the_way.lock().unwrap();
+            for (left, ..) in on_the_way.iter_mut() {
+                *left = left.saturating_sub(calls);
+            }
+            on_the_way.extract_if(.., |(left, ..)| *left == 0).collect()
+        };
+        for (_, key, body) in arrived {
+            self.inner.delete(&key).await.unwrap();
+            self.inner.put_if_absent(&key, body).await.unwrap();
         }
     }
 
@@ -68,6 +88,7 @@ impl Faulty {
     }
 
     async fn lets_others(&self) {
+        self.arrive(1).await;
         let Some(order) = &self.order else { return };
         let turns = order.lock().unwrap().u32(0..6);
         for _ in 0..turns {
@@ -137,6 +158,7 @@ impl Faulty {
         };
         match fault {
             None | Some(Fault::Short | Fault::Overwrites) => call.await,
+            Some(Fault::OverwritesLater(_)) => Err(transient("it is still on its way")),
             Some(Fault::Transient) => Err(transient("scripted fault")),
             Some(Fault::SlowDown) => Err(StoreError::SlowDown {
                 operation,
@@ -212,6 +234,10 @@ impl Store for Faulty {
             self.lets_others().await;
             if let Some(Fault::Overwrites | Fault::OverwritesLost) = fault {
                 self.inner.delete(key).await?;
+            }
+            if let Some(Fault::OverwritesLater(calls)) = fault {
+                let put = (calls, key.clone(), body.clone());
+                self.on_the_way.lock().unwrap().push(put);
             }
             let call = self.inner.put_if_absent(key, body);
             let put = self.apply(fault, "put_if_absent", key.as_str(), call, Err);

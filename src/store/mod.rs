@@ -295,6 +295,16 @@ pub enum StoreError {
         /// Who has it.
         what: String,
     },
+    /// What is asked does not go with what stands there, whatever the store says ([`epochs`]). Nothing was written.
+    #[error("{operation} {key}: {what}")]
+    Unfit {
+        /// The S3 verb.
+        operation: &'static str,
+        /// Key relative to the store's prefix.
+        key: String,
+        /// What does not fit, and the key or flag that helps.
+        what: String,
+    },
     /// The store asks for fewer requests.
     #[error("{operation} {key}: the store asks to slow down ({code})")]
     SlowDown {

@@ -149,7 +149,7 @@ async fn what_died_before_the_announcement_is_given_up() {
         store.put_if_absent(&key, Bytes::new()).await.unwrap();
     }
     let row = fate(&store, &work(&store), false, nonce).await;
-    assert_eq!((row.fate, row.objects), (Fate::Removed, 2), "{row:?}");
+    assert_eq!((row.fate, row.objects), (Fate::Removed, 3), "{row:?}");
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::preflight::{told as told_of, wrong};
 use super::support::scene::{Scene, TARGET, Watched, assert_failed, cause, told};
-use super::support::supervised::{Job, REQUEUE, Supervised};
+use super::support::supervised::{Job, REQUEUE, Supervised, until_status};
 use super::support::{Target, step_of};
 
 /// A store that takes whatever is put, and replaces what stands there.
@@ -208,6 +208,74 @@ fn preflight_names_the_key_and_is_content_with_it() {
         told.contains("ignores If-None-Match") && told.contains("this is 12"),
         "{told}"
     );
+}
+
+/// What is refused at first can be had once the starts of the job are numbered: nothing stands there that would be in the way.
+#[test]
+fn a_log_does_not_begin_where_it_cannot_go_on() {
+    let scene = scene();
+    let job = Job::new(&scene, TARGET);
+    let refused = job.start().ends();
+    assert_eq!(refused.code, 203, "{refused:?}");
+    assert!(refused.stderr.contains("job.epoch"), "{refused:?}");
+    assert_eq!(refused.said, [""; 0], "it is not started");
+    let mut target = scene.target();
+    target.wait_for("step 1 ");
+    let save = format!("checkpoint --pid {}", target.pid());
+    let refused = scene.saver("job", "").cli.run(&save);
+    assert_eq!(refused.code, 3, "{refused:?}");
+    assert!(cause(&refused).contains("job.epoch"), "{refused:?}");
+    scene.must_compute_on(&mut target);
+    scene.saver("job", "").cli.ok(&format!("{save} --epoch 1"));
+    assert_eq!(scene.images("job"), [1]);
+}
+
+/// `prune` and `gc` of every job would take them all from whoever has them.
+#[test]
+fn an_epoch_is_that_of_one_job() {
+    let scene = scene();
+    for command in ["prune", "gc"] {
+        let saver = scene.saver("job", "");
+        let run = saver.cli.command(command);
+        let words: Vec<_> = run.get_args().map(ToOwned::to_owned).collect();
+        let words = words
+            .into_iter()
+            .filter(|word| word != "--job" && word != "job");
+        let mut without = std::process::Command::new(run.get_program());
+        without.args(words).args(["--epoch", "3"]).env_clear();
+        without.envs(
+            run.get_envs()
+                .filter_map(|(key, value)| Some((key, value?))),
+        );
+        let output = without.output().expect("the binary starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("epoch 3") && said.contains("--job"), "{said}");
+    }
+}
+
+/// Whoever takes a later epoch for anything keeps the earlier start from saving, and that is known before the notice.
+#[test]
+fn a_supervision_that_is_behind_says_so() {
+    let scene = scene();
+    let job = Job::new(&scene, TARGET).with("[preempt]\nprobe_every = \"1s\"\n");
+    let mut run = start(&job, "1");
+    run.wait_for("step 1 ");
+    let mut other = scene.target();
+    other.wait_for("step 1 ");
+    let saver = scene.saver("job", "");
+    saver.cli.ok(&format!(
+        "checkpoint --then resume --take-over --epoch 2 --pid {}",
+        other.pid()
+    ));
+    until_status(&scene, |report| {
+        let trouble = report.store_trouble.as_deref();
+        trouble.is_some_and(|why| why.contains("epoch 2 was begun"))
+    });
+    run.process.signal("TERM");
+    let ended = run.ends();
+    assert_eq!(ended.code, 204, "{ended:?}");
+    assert_eq!(scene.images("job"), [1], "the other one's");
 }
 
 /// Attempts and images go as on every store, as long as nobody else has the epoch.

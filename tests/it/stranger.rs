@@ -155,6 +155,7 @@ print(json.dumps(objects))
         others,
         [
             "attempt.json",
+            "contest-2.json",
             "contest.json",
             "manifest.json",
             "00000001.json",

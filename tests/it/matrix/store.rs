@@ -182,10 +182,11 @@ const DATA: &str = ".zst";
 /// Reads of an object before those of its chunks: one for each seek table.
 const SEEK_TABLES: u32 = 2;
 
-pub(super) const SITES: [Site; 24] = [
+pub(super) const SITES: [Site; 25] = [
     before_lock("PutObject", "/attempt.json", "claim"),
-    before_lock("PutObject", "/contest.json", "creates at once"),
+    before_lock("PutObject", "/contest", "creates at once"),
     before_lock("GetObject", "/log/", "log"),
+    before_lock("ListObjectsV2", "", "log of a job that has none yet"),
     before_lock("PutObject", "/log/", "log entries before the lock"),
     before_lock("CreateMultipartUpload", DATA, "upload of a GPU"),
     Site {
