@@ -325,8 +325,9 @@ fn every_failure_of_a_tree_ends_as_the_table_says() {
                 Ok(true) => {}
                 Ok(false) => leave(ground.take()),
                 Err(panic) => {
-                    let why = panic.downcast_ref::<String>().cloned();
-                    let why = why.unwrap_or_else(|| "no message".to_owned());
+                    let word = panic.downcast_ref::<&str>().copied();
+                    let why = panic.downcast_ref::<String>().map(String::as_str);
+                    let why = why.or(word).unwrap_or("no message");
                     let why = format!("{}: {why}", cell.name);
                     failed.lock().expect("no holder panics").push(why);
                     // What it left would be taken for the next one's.
