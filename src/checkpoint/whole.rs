@@ -29,7 +29,9 @@ use std::time::{Duration, Instant};
 use super::attempt::{Attempt, Holds, OpenUpload};
 use super::commit::{Captured, CapturedTree, commit, write_tables};
 use super::memory::Memory;
-use super::{Asked, Then, is_given_up, land, look, may_go_on, named, not_begun};
+use super::{
+    Asked, Then, is_given_up, land, look, may_go_on, named, not_begun, was_refused_by_state,
+};
 use crate::config::{Config, DriverMode, HostSave};
 use crate::custody::Custody;
 use crate::driver::{CheckpointedProcess, Driver, DriverError, LockedProcess, RunningProcess};
@@ -125,7 +127,7 @@ impl Around<'_> {
             .collect()
     }
 
-    /// A failure, with the members as they are now: 10 where all that there are run, 16 where all are suspended and their memory is sealed.
+    /// A failure, with the members as they are now: 10 where all that there are run, 16 where all are there, suspended, and their memory is sealed.
     fn failed(&self, phase: Phase, cause: Box<dyn Error + Send + Sync>) -> Failure {
         let targets = self.targets();
         let is = |target: &TargetState, state: &str| target.state == state;
@@ -134,7 +136,10 @@ impl Around<'_> {
             () if all_are("gone") => ExitCode::NothingToSave,
             // One that ended by itself meanwhile is nobody's failure.
             () if all_are("running") => ExitCode::RolledBack,
-            () if all_are("checkpointed") && self.is_sealed.load(Ordering::Relaxed) => {
+            // A tree of which one has died does not come back.
+            () if targets.iter().all(|it| is(it, "checkpointed"))
+                && self.is_sealed.load(Ordering::Relaxed) =>
+            {
                 ExitCode::HostMemoryNotSaved
             }
             () => ExitCode::Lost,
@@ -359,7 +364,17 @@ fn lock_all(
             let mut failure = match around.custodies {
                 // What it means to be refused is told apart there.
                 [only] => not_begun(session, around.driver, &only.target, Phase::Lock, cause),
-                _ => around.failed(Phase::Lock, cause),
+                _ => {
+                    let is_anothers = was_refused_by_state(cause.as_ref()) && attached.is_empty();
+                    let failure = around.failed(Phase::Lock, cause);
+                    match (is_anothers, failure.code) {
+                        (true, ExitCode::Lost) => Failure {
+                            code: ExitCode::NotOurs,
+                            ..failure
+                        },
+                        _ => failure,
+                    }
+                }
             };
             failure.attached.extend(attached);
             Err(failure)

@@ -117,6 +117,8 @@ pub struct BeginError {
     pub state: Result<ProcessState, DriverError>,
     /// The target, when it is still locked: dropping it unlocks.
     pub locked: Option<LockedProcess>,
+    /// The target, when it was staged all the same: its memory is in its own host memory.
+    pub staged: Option<CheckpointedProcess>,
     /// What the driver answered.
     #[source]
     pub source: DriverError,
@@ -212,6 +214,7 @@ impl LockedProcess {
             pid,
             state,
             locked,
+            staged: None,
             source,
         })
     }
@@ -219,13 +222,19 @@ impl LockedProcess {
     /// The driver copies the target's GPU memory into the target's own host memory, and releases the GPUs. It comes back with [`CheckpointedProcess::unstage`].
     ///
     /// # Errors
-    /// [`BeginError`], which holds the target again if it is still locked.
+    /// [`BeginError`], which holds the target again if it is still locked, or was staged all the same.
     pub fn stage(mut self) -> Result<CheckpointedProcess, Box<BeginError>> {
         self.guard = false;
         let staged = self
             .checkpoint(std::ptr::null_mut())
             .and_then(|()| CheckpointedProcess::attach(&self.driver, self.pid));
-        staged.map_err(|source| self.refused(source))
+        staged.map_err(|source| {
+            let (driver, pid) = (Arc::clone(&self.driver), self.pid);
+            let mut refused = self.refused(source);
+            let is_staged = matches!(refused.state, Ok(ProcessState::Checkpointed));
+            refused.staged = is_staged.then_some(CheckpointedProcess { driver, pid });
+            refused
+        })
     }
 
     /// From now on dropping it unlocks, or does nothing.

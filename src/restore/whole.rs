@@ -223,7 +223,11 @@ fn rebuild_staged(
     as_whom: (&Path, Streams),
 ) -> Result<Rebuilt, Failure> {
     let (namespace, members) = rebuild_and_find(session, image, checked, as_whom)?;
-    match unstage(&checked.driver, &members, &checked.pairs) {
+    let suspended = match attach(&checked.driver, &members) {
+        Ok(suspended) => suspended,
+        Err(error) => return Err(namespace.end(refused(Phase::Restore, error.into()))),
+    };
+    match unstage(suspended, &checked.pairs) {
         Ok(locked) => Ok(Rebuilt {
             namespace,
             members,
@@ -269,11 +273,7 @@ fn rebuild_and_load(
         });
         // Where nothing comes of the tree the loading ends with the sender.
         let (namespace, members) = rebuild_and_find(session, image, checked, as_whom)?;
-        let attached = members
-            .iter()
-            .map(|member| CheckpointedProcess::attach(driver, member.pid))
-            .collect::<Result<Vec<_>, DriverError>>();
-        let sent = attached.map(|suspended| {
+        let sent = attach(driver, &members).map(|suspended| {
             // Whoever does not listen any more has failed, and says why.
             let _sent = suspended_out.send(suspended);
         });
@@ -282,11 +282,13 @@ fn rebuild_and_load(
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         let completed = match (sent, loaded) {
-            (Err(error), _) => Err(error.into()),
-            (Ok(()), Err(cause)) => Err(cause),
+            (Err(error), _) => Err((Phase::Restore, error.into())),
+            (Ok(()), Err(cause)) => Err((Phase::Restore, cause)),
             (Ok(()), Ok((restoring, loaded))) => {
                 failpoint::pass("restore:all copied");
-                complete(restoring).map(|locked| (locked, loaded))
+                complete(restoring)
+                    .map(|locked| (locked, loaded))
+                    .map_err(|cause| (Phase::Complete, cause))
             }
         };
         match completed {
@@ -296,11 +298,11 @@ fn rebuild_and_load(
                 locked,
                 loaded,
             }),
-            Err(cause) if point.is_passed() => {
-                let failure = failed(driver, &members, Phase::Restore, cause);
+            Err((phase, cause)) if point.is_passed() => {
+                let failure = failed(driver, &members, phase, cause);
                 Err(namespace.end(failure))
             }
-            Err(cause) => Err(namespace.end(refused(Phase::Restore, cause))),
+            Err((phase, cause)) => Err(namespace.end(refused(phase, cause))),
         }
     })
 }
@@ -331,10 +333,8 @@ fn rebuild_and_find(
     failpoint::pass("restore:tree rebuilt");
     match members(&namespace, image) {
         Ok(members) => Ok((namespace, members)),
-        Err(cause) => {
-            let failure = Failure::new(ExitCode::RestoreFailed, Phase::Restore, cause);
-            Err(namespace.end(failure))
-        }
+        // The driver was not asked for anything yet.
+        Err(cause) => Err(namespace.end(refused(Phase::Restore, cause))),
     }
 }
 
@@ -645,15 +645,24 @@ fn members(
     found.collect()
 }
 
-/// The driver copies every member's memory back. All are locked then.
-fn unstage(
+/// All as CRIU has rebuilt them: suspended.
+fn attach(
     driver: &Arc<Driver>,
     members: &[Target],
+) -> Result<Vec<CheckpointedProcess>, DriverError> {
+    let attached = members.iter();
+    attached
+        .map(|member| CheckpointedProcess::attach(driver, member.pid))
+        .collect()
+}
+
+/// The driver copies every member's memory back. All are locked then.
+fn unstage(
+    suspended: Vec<CheckpointedProcess>,
     pairs: &GpuPairs,
 ) -> Result<Vec<LockedProcess>, Box<dyn Error + Send + Sync>> {
-    let mut locked = Vec::with_capacity(members.len());
-    for member in members {
-        let process = CheckpointedProcess::attach(driver, member.pid)?;
+    let mut locked = Vec::with_capacity(suspended.len());
+    for process in suspended {
         let call = "the driver's restore from host memory (cuCheckpointProcessRestore)";
         locked.push(watchdog::watch(call, UNSTAGING_USUAL, || {
             process.unstage(pairs)

@@ -17,6 +17,8 @@ mod driver;
 mod page;
 /// Requests to the store that fail.
 mod store;
+/// Whole process trees.
+mod trees;
 
 /// The job: 2 chunks on each of two GPUs. It takes its time, because one of it runs beside every cell.
 const TARGET: &str = "--gpus 2 --bytes 2MiB --fill mixed --seed 23 --step-ms 40";
@@ -200,7 +202,7 @@ impl Ground {
         let verdict = cell.verdict(&run);
         must_agree_with_itself(&run);
         must_have_failed(cell, &saver, &requests);
-        must_tell_of_open_uploads(cell, &run, &requests);
+        must_tell_of_open_uploads(cell.leaves_uploads, &run, &requests);
         must_complete_only_what_is_kept(cell, &saver, verdict);
         self.must_be_found(target, cell.command, verdict);
         self.must_have_images(cell.command, verdict);
@@ -289,17 +291,11 @@ fn must_have_failed(cell: &Cell, saver: &Saver, requests: &[Value]) {
 }
 
 /// An upload that ckptstream knows of is completed or aborted; of one that stays open it tells, unless the table says otherwise.
-fn must_tell_of_open_uploads(cell: &Cell, run: &Run, requests: &[Value]) {
-    let is_success = |status: &Value| matches!(status.as_u64(), Some(200..300));
-    // An answer that a rule gave says nothing.
-    let is_done = |request: &&Value| {
-        let is_answered = request["fault"].is_null() && is_success(&request["status"]);
-        is_answered || is_success(&request["applied"])
-    };
+fn must_tell_of_open_uploads(leaves_uploads: bool, run: &Run, requests: &[Value]) {
     let keys = |op: &str| -> Vec<&Value> {
         let of_op = requests.iter().filter(|request| request["op"] == op);
         of_op
-            .filter(is_done)
+            .filter(|request| is_done(request))
             .map(|request| &request["key"])
             .collect()
     };
@@ -318,7 +314,7 @@ fn must_tell_of_open_uploads(cell: &Cell, run: &Run, requests: &[Value]) {
     let open: Vec<&Value> = begun.filter(|key| !is_ended(key)).collect();
     let tells = run.report["attached"].to_string().contains("in the store");
     let is_untold = !open.is_empty() && !tells;
-    assert_eq!(is_untold, cell.leaves_uploads, "{open:?}: {}", run.report);
+    assert_eq!(is_untold, leaves_uploads, "{open:?}: {}", run.report);
 }
 
 /// The GPUs' memory is given up for an image that is committed, and given to a target for bytes that are all there; nothing is tried twice.
@@ -332,6 +328,13 @@ fn must_complete_only_what_is_kept(cell: &Cell, saver: &Saver, verdict: &Verdict
     let restores = saver.calls("cuCheckpointProcessRestore");
     let is_restored = cell.command == Command::Restore && verdict.code != 20;
     assert_eq!(restores, usize::from(is_restored), "calls of Restore");
+}
+
+/// Whether the store did as it was asked. An answer that a rule gave says nothing.
+fn is_done(request: &Value) -> bool {
+    let is_success = |status: &Value| matches!(status.as_u64(), Some(200..300));
+    let is_answered = request["fault"].is_null() && is_success(&request["status"]);
+    is_answered || is_success(&request["applied"])
 }
 
 fn cells() -> Vec<Cell> {

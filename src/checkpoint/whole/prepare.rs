@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::super::attempt::{Attempt, Planned};
 use super::super::memory::{Memory, TreeLen};
-use super::super::{Stopped, custody_failure, target_failure};
+use super::super::{DYING_TIMEOUT, Stopped, custody_failure, target_failure};
 use crate::config::{DriverMode, Environment};
 use crate::custody::Custody;
 use crate::driver::{Driver, DriverCode, DriverError, ProcessState, RunningProcess};
@@ -77,6 +77,11 @@ pub(super) fn prepare(
         let running = running.map_err(|error| {
             let code = match error {
                 DriverError::WrongState { .. } => ExitCode::NotOurs,
+                // It ended between the two looks; the others run.
+                _ if custody.target.ends_within(DYING_TIMEOUT) => match tree.root().pid == pid {
+                    true => ExitCode::NothingToSave,
+                    false => ExitCode::RolledBack,
+                },
                 _ => ExitCode::Preflight,
             };
             Failure::new(code, Phase::Prepare, error)

@@ -36,6 +36,8 @@ pub(super) fn stage_all(
             Ok(process) => staged.push(process),
             Err(mut error) => {
                 let locked = error.locked.take();
+                // What is staged has a way back, whatever the driver says.
+                staged.extend(error.staged.take());
                 let cause: Box<dyn Error + Send + Sync> = error.into();
                 failed = Some((locked, cause));
                 break;
@@ -47,11 +49,12 @@ pub(super) fn stage_all(
         return Ok(staged);
     };
     let mut attached = Vec::new();
-    for process in locked.into_iter().chain(waiting) {
-        attached.extend(process.unlock().err().map(|error| one_line(&error)));
-    }
+    // Those that were not staged wait for those that were: none runs before all have their memory.
     if let Err(error) = unstage_and_unlock(around, staged) {
         attached.push(one_line(error.as_ref()));
+    }
+    for process in locked.into_iter().chain(waiting) {
+        attached.extend(process.unlock().err().map(|error| one_line(&error)));
     }
     let mut failure = around.failed(Phase::Begin, cause);
     failure.attached.extend(attached);
@@ -65,8 +68,9 @@ pub(super) fn unstage_and_unlock(
 ) -> Result<(), Box<dyn Error + Send + Sync>> {
     let mut first: Option<Box<dyn Error + Send + Sync>> = None;
     let has_ended = |custody: &Custody| custody.target.ends_within(DYING_TIMEOUT);
+    let custodies = &around.custodies[..staged.len()];
     let mut locked = Vec::with_capacity(staged.len());
-    for (custody, process) in around.custodies.iter().zip(staged) {
+    for (custody, process) in custodies.iter().zip(staged) {
         custody.note(Step::Restore);
         let call = "the driver's restore from host memory (cuCheckpointProcessRestore)";
         match watchdog::watch(call, STAGING_USUAL, || process.unstage(&[])) {
@@ -94,7 +98,7 @@ pub(super) fn unstage_and_unlock(
     if let Some(error) = first {
         return Err(error);
     }
-    for custody in around.custodies {
+    for custody in custodies {
         let pid = custody.target.pid;
         match around.driver.state(pid) {
             Ok(ProcessState::Running) => {}

@@ -2,11 +2,11 @@
 
 use super::driver::{self, ALL, Failure, LATE_MS, Row, TWO};
 use super::store::{FAULTS, SITES, Site, Times};
-use super::{Command, Verdict, cells};
+use super::{Command, Verdict, cells, trees};
 
 /// The whole document.
 pub(super) fn text() -> String {
-    let sections = [
+    let mut sections = vec![
         introduction(),
         calls(Command::Save, "Driver calls of a save"),
         calls(Command::Restore, "Driver calls of a restore"),
@@ -27,6 +27,7 @@ pub(super) fn text() -> String {
             "Requests of a restore: from one on they all fail",
         ),
     ];
+    sections.extend(trees::page::sections());
     sections.join("\n")
 }
 
@@ -68,7 +69,11 @@ fn each(verdicts: &[Verdict], say: impl Fn(&Verdict) -> String) -> String {
     parts.join(" or ")
 }
 
-fn table(heading: &str, columns: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+pub(super) fn table(
+    heading: &str,
+    columns: &[&str],
+    rows: impl IntoIterator<Item = Vec<String>>,
+) -> String {
     let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
     let names: Vec<String> = columns.iter().map(|&name| name.to_owned()).collect();
     let rule = format!("|{}\n", "---|".repeat(columns.len()));

@@ -12,6 +12,7 @@ pub(crate) mod s3_server;
 pub(crate) mod scene;
 pub(crate) mod supervised;
 pub(crate) mod target;
+pub(crate) mod tree;
 pub(crate) mod way;
 
 pub(crate) use ckptstream::{Ckptstream, Run};

@@ -167,10 +167,17 @@ impl Scene {
 
     /// The state of a process that does not run, looked up by another ckptstream: it refuses to save one that is not running, and says what it is.
     pub(crate) fn state_of(&self, target: &Target) -> String {
-        let probe = self.saver("probe", "").cli;
-        let run = probe.run(&format!("checkpoint --pid {}", target.pid()));
+        self.state_of_process(target.pid())
+    }
+
+    /// The same of one that is known by its pid.
+    pub(crate) fn state_of_process(&self, pid: u32) -> String {
+        // Of a process, not of its tree, whatever the driver is that it runs on.
+        let host = "[host]\nsave = \"never\"\n";
+        let probe = self.saver_with("probe", "api=13050", host).cli;
+        let run = probe.run(&format!("checkpoint --pid {pid}"));
         assert_eq!(run.code, 4, "the target runs after all: {run:?}");
-        let start = format!("process {} is ", target.pid());
+        let start = format!("process {pid} is ");
         let found = cause(&run)
             .strip_prefix(&start)
             .and_then(|rest| rest.split_once(", "))
