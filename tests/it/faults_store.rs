@@ -313,7 +313,7 @@ fn a_job_without_a_log_is_not_begun_unseen() {
     ] {
         let scene = Scene::new(&[]);
         let rules = [json!({"op": "ListObjectsV2", "always": true, "action": fault.action()})];
-        let (mut target, saver, run) = save(&scene, &rules, "request_timeout = \"500ms\"\n");
+        let (mut target, saver, run) = save(&scene, &rules, "");
         assert_failed("listing", &run, code, "prepare", &[says]);
         assert_eq!(saver.calls("cuCheckpointProcessLock"), 0);
         assert_eq!(scene.server.requests("PutObject").len(), 1, "the claim");
