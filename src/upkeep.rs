@@ -123,10 +123,9 @@ pub enum UpkeepError {
 impl UpkeepError {
     /// It keeps nobody from the next attempt. Of a job that is another's, or a store that is out of reach, that cannot be said.
     fn is_about_one(&self) -> bool {
-        match (self, self.code()) {
-            (_, ExitCode::RolledBack) | (Self::Drop { .. }, ExitCode::NotOurs) => false,
-            _ => true,
-        }
+        let code = self.code();
+        let is_anothers = matches!(self, Self::Drop { .. }) && code == ExitCode::NotOurs;
+        code != ExitCode::RolledBack && !is_anothers
     }
 
     fn code(&self) -> ExitCode {
