@@ -13,6 +13,12 @@
 //!
 //! Entry n of the log is the n-th of that chain. A writer says that it is there (`writer`), looks who else is, counts what is there by then (`base`), and only then writes. Who writes an entry looks afterwards whether a later epoch has begun: if it has, its base decides whether the entry counts. One of the two always
 //! sees the other, on a store that shows what it has taken to every read and listing from then on; `preflight` and every save look whether it does.
+//!
+//! | we die | what exists |
+//! |---|---|
+//! | after `writer` | an epoch that has begun and has nothing: nobody of an earlier one writes any more, readers wait for it once, and the next epoch leaves it out |
+//! | after `base` | an epoch without entries |
+//! | while an entry is sent | all of it or nothing; should it come when the next writer of our epoch has written in its place, both are refused and named |
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -22,7 +28,6 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt, try_join, try_join_all};
 use serde::{Deserialize, Serialize};
-
 use tokio_util::sync::CancellationToken;
 
 use super::retry::{RetryPolicy, Retrying};
