@@ -47,6 +47,13 @@ else
     say "not tested: whole process trees need root, and pid namespaces"
 fi
 export TEST_PYTHON CUDA_INCLUDE_DIR EMULATED_DRIVER_DIR TEST_CRIU
+# The tests' jobs would have open what we were started with, and CRIU saves nothing that is of another mount namespace. 255 is this script.
+for open in "/proc/$$/fd"/*; do
+    open=${open##*/}
+    if [ "$open" -gt 2 ] && [ "$open" -ne 255 ]; then
+        eval "exec $open>&-"
+    fi
+done
 cargo test --release --workspace --all-targets --locked
 
 say "== examples of docs/deploy"
