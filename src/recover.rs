@@ -546,31 +546,42 @@ impl Work<'_> {
         ) else {
             return forget(row, left);
         };
-        let closed = self.job_of(&left).and_then(|job| {
+        let job = self
+            .job_of(&left)
+            .map_err(|why| (ExitCode::RolledBack, why));
+        let closed = job.and_then(|job| {
             let closing = self.give_up(&job, attempt, next_slot);
             let closed = self
                 .session
                 .wait(async { tokio::time::timeout(STORE_TIMEOUT, closing).await });
             closed.unwrap_or_else(|_elapsed| {
-                Err(format!("the store did not answer within {STORE_TIMEOUT:?}"))
+                let why = format!("the store did not answer within {STORE_TIMEOUT:?}");
+                Err((ExitCode::RolledBack, why))
             })
         });
         match closed {
             Ok(()) => forget(row, left),
-            Err(why) => {
+            Err((code, why)) => {
                 row.verdict = format!(
                     "{}; its attempt is still open in the store: {why}",
                     row.verdict
                 );
                 if row.code == ExitCode::Ok {
-                    (row.code, row.next) = (ExitCode::RolledBack, ExitCode::RolledBack.next());
+                    (row.code, row.next) = (code, code.next());
                 }
             }
         }
     }
 
-    async fn give_up(&self, job: &JobName, attempt: &str, next_slot: u64) -> Result<(), String> {
+    /// Closes an attempt; or what that means to a script, and why it could not be done.
+    async fn give_up(
+        &self,
+        job: &JobName,
+        attempt: &str,
+        next_slot: u64,
+    ) -> Result<(), (ExitCode, String)> {
         let store = &*self.session.store;
+        let later = |why: String| (ExitCode::RolledBack, why);
         match append_dropped(store, job, next_slot, &random_hex::<16>(), attempt).await {
             Ok(_) => {}
             // It came about after all, and is nobody's to clean up; or the job is another's, and so is its log.
@@ -578,15 +589,19 @@ impl Work<'_> {
                 let log = JobLog::read(store, job).await;
                 return match log.is_ok_and(|log| log.is_image(attempt)) {
                     true => Ok(()),
-                    false => Err(one_line(&error)),
+                    false => Err(later(one_line(&error))),
                 };
             }
-            Err(error) => return Err(one_line(&error)),
+            // The same configuration would fail again.
+            Err(error @ AppendError::Unfit { .. }) => {
+                return Err((ExitCode::Preflight, one_line(&error)));
+            }
+            Err(error) => return Err(later(one_line(&error))),
         }
         failpoint::pass("recover:dropped");
         let prefix = format!("{job}/data/{attempt}/");
         let aborted = store.abort_uploads_under(&prefix).await;
-        aborted.map(drop).map_err(|error| one_line(&error))
+        aborted.map(drop).map_err(|error| later(one_line(&error)))
     }
 }
 

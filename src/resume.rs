@@ -156,6 +156,8 @@ impl ResumeError {
             Self::Commit(error) => match **error {
                 AppendError::Fenced { .. } => ExitCode::NotOurs,
                 AppendError::Unreachable { .. } => ExitCode::CommitUnknown,
+                // The same configuration would fail again.
+                AppendError::Unfit { .. } => ExitCode::Preflight,
                 _ => ExitCode::Spilled,
             },
             Self::Sealed(SealedError::Store(_)) | Self::Spill(_) | Self::Elsewhere { .. } => {

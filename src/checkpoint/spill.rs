@@ -101,7 +101,9 @@ enum SpillError {
     Hangs { path: String },
     #[error("what an earlier save left cannot be looked at")]
     Left(#[from] SealedError),
-    #[error("{path} would need {needed:.0?} and the deadline leaves {left:.0?}")]
+    #[error(
+        "{path} would need {needed:.0?}, and half at least of the {left:.0?} that the deadline leaves is for the store"
+    )]
     TooSlow {
         path: String,
         needed: Duration,

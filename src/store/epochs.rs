@@ -214,7 +214,9 @@ impl Seen {
             let is_behind = last.is_none_or(|last| *number > last);
             if is_behind && !epoch.entries.is_empty() {
                 let folder = folder(job, *number);
-                return Some(format!("{folder} has entries, and no base"));
+                return Some(format!(
+                    "{folder} has entries, and no base-*.json, which says what comes before them: bring it back, or give the job another name; exclude log/ from lifecycle rules"
+                ));
             }
         }
         for (number, count) in &self.chain {
@@ -450,7 +452,7 @@ impl Epochs {
         let is_before = base.after.last().is_none_or(|(last, _)| *last < epoch);
         let is_one = base.after.iter().all(|(_, count)| *count <= ENTRIES_MAX);
         if base.format != FORMAT || !rises || !is_before || !is_one {
-            let what = "it is no base that this version knows".to_owned();
+            let what = "it does not say what comes before the entries of its epoch: bring back what stood there, or give the job another name".to_owned();
             return Err(unfit("GetObject", key, what));
         }
         state.bases.insert(key.clone(), base.clone());
@@ -472,7 +474,12 @@ impl Epochs {
             Err(StoreError::Mismatch { what, .. }) => return Err(unfit("GetObject", key, what)),
             Err(error) => return Err(error),
         };
-        serde_json::from_slice(&bytes).map_err(|error| unfit("GetObject", key, error.to_string()))
+        serde_json::from_slice(&bytes).map_err(|error| {
+            let what = format!(
+                "it is damaged ({error}): bring back what stood there, or give the job another name"
+            );
+            unfit("GetObject", key, what)
+        })
     }
 
     /// Becomes the writer of the epoch.

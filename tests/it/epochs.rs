@@ -278,6 +278,29 @@ fn a_supervision_that_is_behind_says_so() {
     assert_eq!(scene.images("job"), [1], "the other one's");
 }
 
+/// Whoever forgets the number is not told to try the same again.
+#[test]
+fn what_a_dead_saver_left_is_put_in_order_with_the_number() {
+    let scene = scene();
+    let mut target = scene.target();
+    target.wait_for("step 1 ");
+    let save = format!("checkpoint --epoch 1 --pid {}", target.pid());
+    let killed = scene
+        .saver("job", "")
+        .cli
+        .dying_at("prepare:announced=kill");
+    assert_eq!(killed.run(&save).code, -1);
+    let refused = scene.saver("job", "").cli.run("recover");
+    assert_eq!(refused.code, 3, "{refused:?}");
+    assert!(
+        refused.report.to_string().contains("set job.epoch"),
+        "{refused:?}"
+    );
+    scene.saver("job", "").cli.ok("recover --epoch 1");
+    scene.saver("job", "").cli.ok(&save);
+    assert_eq!(scene.images("job"), [1]);
+}
+
 /// Attempts and images go as on every store, as long as nobody else has the epoch.
 #[test]
 fn upkeep_is_done_by_whoever_has_the_epoch() {
