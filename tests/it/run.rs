@@ -730,8 +730,9 @@ fn a_store_that_hangs_while_a_save_is_prepared_takes_no_more_than_the_notice() {
     // Its own requests would be tried for two minutes.
     let (saver, command) = job.command("");
     let saver = saver.unhurried();
+    // Four such requests find out whether a log may begin there.
     scene.server.set_rules(&json!([
-        {"op": "PutObject", "key_contains": "attempt.json", "always": true, "action": {"stall": true}},
+        {"op": "PutObject", "key_contains": "attempt.json", "from": 5, "action": {"stall": true}},
     ]));
     let mut run = Supervised::start((saver, command));
     run.wait_for("step 2 ");
