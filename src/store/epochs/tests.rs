@@ -356,12 +356,12 @@ async fn what_is_not_decided_is_waited_for() {
     let folder = "train/log/epoch-0000000000000002";
     let word = Key::new(&format!("{folder}/writer-{}.json", second.nonce)).unwrap();
     store.put_if_absent(&word, body).await.unwrap();
+    let place = "train/log/epoch-0000000000000001/00000002-0123456789abcdef.json";
+    let bytes = serde_json::json!({"format": 1, "entry": "open", "writer": "late"});
+    let put = Key::new(place).unwrap();
+    let put = store.put_if_absent(&put, bytes.to_string().into()).await;
+    put.unwrap();
     let late = async {
-        let place = "train/log/epoch-0000000000000001/00000002-0123456789abcdef.json";
-        let bytes = serde_json::json!({"format": 1, "entry": "open", "writer": "late"});
-        let put = Key::new(place).unwrap();
-        let put = store.put_if_absent(&put, bytes.to_string().into()).await;
-        put.unwrap();
         let base = Key::new(&format!("{folder}/base-{}.json", second.nonce)).unwrap();
         tokio::time::sleep(3 * LOOK_PAUSE).await;
         let counted = encode(&Base {
