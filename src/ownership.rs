@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{JobName, StoreConfig};
+use crate::config::JobName;
 use crate::error::ExitCode;
 use crate::job_log::{AppendError, Entry, JobLog, LogError, SavingEntry, append};
-use crate::session::{Interrupted, code_before_begin};
+use crate::session::{Interrupted, Session, code_before_begin};
 use crate::store::{Store, StoreError};
 
 use proof::Ground;
@@ -242,16 +242,13 @@ pub async fn open(
 /// # Errors
 /// [`OwnershipError::Order`].
 pub(crate) async fn must_begin_in_order(
-    store: &dyn Store,
-    config: &StoreConfig,
-    job: &JobName,
+    session: &Session,
     log: &JobLog,
 ) -> Result<(), OwnershipError> {
     if log.next_slot() > 1 {
         return Ok(());
     }
-    let ground = Ground { store, config, job };
-    Ok(ground.must_order_the_first_writer().await?)
+    Ok(Ground::of(session).must_order_the_first_writer().await?)
 }
 
 /// The log, once no save of another writer is under way, or once it is not to be waited for.

@@ -719,8 +719,7 @@ fn take_the_job(session: &Session, while_saved: WhileSaved) -> Result<Ownership,
         }
         let log = ownership::wait_for_savers(store, job, while_saved, &session.cancel).await;
         let log = log.map_err(not_ours)?;
-        let config = &session.config.store;
-        ownership::must_begin_in_order(store, config, job, &log)
+        ownership::must_begin_in_order(session, &log)
             .await
             .map_err(not_ours)?;
         let writer = random_hex::<16>();

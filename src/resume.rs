@@ -38,7 +38,7 @@ use crate::session::Session;
 use crate::store::file::FileStore;
 use crate::store::retry::{RetryPolicy, Retrying};
 use crate::store::{
-    BadKey, Key, PartBody, PartNumber, PutOutcome, Store, StoreError, crc64_of_parts,
+    BadKey, Key, PartBody, PartNumber, Store, StoreError, crc64_of_parts, create_or_find,
 };
 
 /// Length of a part, unless the object would have too many of them.
@@ -392,15 +392,11 @@ impl Resuming<'_> {
     async fn put(&self, key: &str, bytes: Bytes) -> Result<(), ResumeError> {
         let store = &*self.session.store;
         let there = Key::of_job(&self.session.config.job, key)?;
-        if store.put_if_absent(&there, bytes.clone()).await? == PutOutcome::Created {
-            return Ok(());
-        }
-        match store.get(&there, bytes.len()).await {
-            Ok(Some(found)) if found == bytes => Ok(()),
-            Ok(_) | Err(StoreError::Mismatch { .. }) => Err(ResumeError::Taken {
+        match create_or_find(store, &there, bytes).await? {
+            true => Ok(()),
+            false => Err(ResumeError::Taken {
                 key: there.to_string(),
             }),
-            Err(error) => Err(error.into()),
         }
     }
 

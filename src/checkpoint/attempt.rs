@@ -190,11 +190,7 @@ impl Attempt {
         let free = log.next_slot();
         failpoint::pass("prepare:claimed");
 
-        let ground = Ground {
-            store,
-            config: &session.config.store,
-            job,
-        };
+        let ground = Ground::of(session);
         let nonce = self.nonce.as_str();
         let opened = join_all(objects.iter().map(|planned| async move {
             let key = fresh_key(job, nonce, &planned.name).map_err(OpenError::Key)?;
@@ -273,11 +269,7 @@ impl Attempt {
             next_slot: from_slot,
         })?;
         let (store, job) = (&*session.store, &session.config.job);
-        let ground = Ground {
-            store,
-            config: &session.config.store,
-            job,
-        };
+        let ground = Ground::of(session);
         let again = ground.must_order_writers_again(&self.nonce);
         let (slot, again) = join(append_saving(store, job, from_slot, &saving), again).await;
         self.next_slot = slot? + 1;

@@ -148,7 +148,7 @@ pub(super) fn commit(
         ..written.image
     };
     if session.config.store.epoch.is_some() {
-        let looked = session.wait(must_stand(session, attempt, &image));
+        let looked = session.wait(must_stand(session, &written.entry, &image));
         if let Err(error @ CommitFailed::Unseen(_)) = looked {
             return Err(error);
         }
@@ -169,7 +169,7 @@ pub(super) fn commit(
 /// Nothing of the image was replaced or removed while nobody could be kept from it: where creates are not conditional, that is all that can be known.
 async fn must_stand(
     session: &Session,
-    attempt: &Attempt,
+    entry: &ImageEntry,
     image: &Image,
 ) -> Result<(), CommitFailed> {
     let (store, job) = (&*session.store_after_begin, &session.config.job);
@@ -182,9 +182,7 @@ async fn must_stand(
     if let Some(tree) = &image.manifest.tree {
         objects.push((&tree.files.key, tree.files.len, None));
     }
-    let manifest = manifest_key(&attempt.nonce);
-    let manifest_len = image.manifest.encode().len() as u64;
-    objects.push((&manifest, manifest_len, None));
+    objects.push((&entry.manifest_key, entry.manifest_len, None));
     let looks = objects.into_iter().map(|(key, len, etag)| async move {
         let key = Key::of_job(job, key)?;
         let there = store.head(&key).await.map_err(CommitFailed::Unseen)?;

@@ -9,7 +9,7 @@ use futures::future::{join, join_all, try_join_all};
 use crate::config::{JobName, StoreConfig};
 use crate::error::{ExitCode, one_line};
 use crate::manifest::{AttemptClaim, claim_key, contest_key};
-use crate::session::code_before_begin;
+use crate::session::{Session, code_before_begin};
 use crate::store::{BadKey, Key, PutOutcome, Store, StoreError};
 use crate::writer::{claim, random_hex, winners_at_once};
 
@@ -78,12 +78,21 @@ impl ProofError {
 /// What is tried on, and for whom.
 #[derive(Clone, Copy)]
 pub(crate) struct Ground<'a> {
-    pub(crate) store: &'a dyn Store,
-    pub(crate) config: &'a StoreConfig,
-    pub(crate) job: &'a JobName,
+    store: &'a dyn Store,
+    config: &'a StoreConfig,
+    job: &'a JobName,
 }
 
-impl Ground<'_> {
+impl<'a> Ground<'a> {
+    /// The store before BEGIN, and the job.
+    pub(crate) fn of(session: &'a Session) -> Self {
+        Self {
+            store: &*session.store,
+            config: &session.config.store,
+            job: &session.config.job,
+        }
+    }
+
     /// The order that the configuration goes by holds, as far as the prefix shows that this claim stands in.
     pub(crate) async fn must_order_writers(&self, claim: &AttemptClaim) -> Result<(), ProofError> {
         let key = Key::of_job(self.job, &claim_key(&claim.attempt))?;

@@ -33,7 +33,7 @@ use tokio_util::sync::CancellationToken;
 use super::retry::{RetryPolicy, Retrying};
 use super::{
     Facts, Key, Listed, ObjectInfo, PartBody, PartNumber, PartReceipt, PutOutcome, RangeSink,
-    Store, StoreError, UploadId,
+    Store, StoreError, UploadId, create_or_find,
 };
 use crate::error::one_line;
 use crate::progress::Meter;
@@ -700,16 +700,9 @@ impl Epochs {
             body,
         } = pending;
         let settling = async {
-            let put = self
-                .patient
-                .put_if_absent(&place, body.clone())
-                .await
-                .map_err(plain)?;
-            if put == PutOutcome::AlreadyExists {
-                let there = self.patient.get(&place, body.len()).await.map_err(plain)?;
-                if there.is_none_or(|there| there != body) {
-                    return Err(transient(key, format!("{place} has other bytes than ours")));
-                }
+            let stands = create_or_find(&self.patient, &place, body).await;
+            if !stands.map_err(plain)? {
+                return Err(transient(key, format!("{place} has other bytes than ours")));
             }
             self.must_count((job, epoch), (slot, entry, &place), key, state)
                 .await

@@ -457,6 +457,25 @@ pub async fn open(
     Ok(Retrying::new(inner, policy, cancel, meter))
 }
 
+/// Creates an object, or finds the very same. `false` where it stands there with other bytes.
+///
+/// # Errors
+/// Those of the store.
+pub(crate) async fn create_or_find(
+    store: &dyn Store,
+    key: &Key,
+    body: Bytes,
+) -> Result<bool, StoreError> {
+    if store.put_if_absent(key, body.clone()).await? == PutOutcome::Created {
+        return Ok(true);
+    }
+    match store.get(key, body.len()).await {
+        Ok(found) => Ok(found.is_some_and(|found| found == body)),
+        Err(StoreError::Mismatch { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// Where the bytes of a ranged read go.
 pub trait RangeSink: Send {
     /// The range is read from its start: for the first time, or again because an attempt failed. Nothing that came before counts.

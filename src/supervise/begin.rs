@@ -143,8 +143,7 @@ impl Supervisor<'_> {
         let cancel = &session.cancel;
         let opened = session.wait(async {
             let log = ownership::wait_for_savers(store, job, while_saved, cancel).await?;
-            let config = &session.config.store;
-            ownership::must_begin_in_order(store, config, job, &log).await?;
+            ownership::must_begin_in_order(session, &log).await?;
             Ownership::open(store, job, &random_hex::<16>(), log).await
         });
         let ours = opened.map_err(|error| Failure::new(error.code(), Phase::Read, error))?;

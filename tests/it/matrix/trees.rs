@@ -241,6 +241,15 @@ fn row(modes: &'static [Mode], fault: Fault, expected: Verdict) -> Row {
     }
 }
 
+/// These rows, each with the phase that it is made in.
+fn of_phases<const COUNT: usize>(phases: [(&'static str, Vec<Row>); COUNT]) -> Vec<Row> {
+    let rows = phases.into_iter().flat_map(|(made_in, rows)| {
+        let rows = rows.into_iter();
+        rows.map(move |row| Row { made_in, ..row })
+    });
+    rows.collect()
+}
+
 impl Row {
     fn behind(mut self, fault: Fault) -> Self {
         self.behind.push(fault);

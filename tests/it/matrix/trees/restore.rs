@@ -5,7 +5,7 @@ use super::RequestFault::{AnswerLost, Refused};
 use super::{BOTH, Call, RequestFault, STREAMED};
 use super::{
     Command, Criu, CriuDenies, CriuFails, CriuPretends, Driver, Request, Row, Site, Verdict, done,
-    ends, row, site, untold,
+    ends, of_phases, row, site, untold,
 };
 
 const ODD: u32 = 4242;
@@ -22,16 +22,12 @@ const fn after(phase: &'static str) -> Verdict {
 }
 
 pub(super) fn rows() -> Vec<Row> {
-    let phases = [
+    let mut all = of_phases([
         ("read", read()),
         ("rebuild", rebuild()),
         ("restore", restore()),
         ("unlock", unlock()),
-    ];
-    let mut all = Vec::new();
-    for (made_in, rows) in phases {
-        all.extend(rows.into_iter().map(|row| Row { made_in, ..row }));
-    }
+    ]);
     all.extend(requests());
     let command = Command::Restore;
     all.into_iter().map(|row| Row { command, ..row }).collect()

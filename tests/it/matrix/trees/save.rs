@@ -5,7 +5,7 @@ use super::RequestFault::{AnswerLost, AnswersLost, Refused, Unreachable};
 use super::{BOTH, RequestFault, STAGED, STREAMED};
 use super::{
     Command, Criu, CriuDenies, CriuFails, CriuFault, CriuPretends, Driver, Request, Row, Site,
-    Verdict, done, ends, row, site, untold,
+    Verdict, done, ends, of_phases, row, site, untold,
 };
 
 /// No code of the header: nothing is decided by it.
@@ -43,7 +43,7 @@ const LOOK_13: &str = "cuCheckpointProcessGetState#13";
 const ENDED: Verdict = untold(0, "", ["gone"; 2]);
 
 pub(super) fn rows() -> Vec<Row> {
-    let phases = [
+    let mut all = of_phases([
         ("prepare", prepare()),
         ("lock", lock()),
         ("begin", begin()),
@@ -52,11 +52,7 @@ pub(super) fn rows() -> Vec<Row> {
         ("dump", dump()),
         ("give back", give_back()),
         ("resume", resume()),
-    ];
-    let mut all = Vec::new();
-    for (made_in, rows) in phases {
-        all.extend(rows.into_iter().map(|row| Row { made_in, ..row }));
-    }
+    ]);
     all.extend(requests());
     all
 }
